@@ -1,0 +1,272 @@
+"""The only file that names what is private in TRL, transformers and accelerate, and what happens when it changes."""
+
+import inspect
+import platform
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import transformers
+from torch import nn
+from trl import GRPOTrainer
+
+from .layout import unknown_keys
+
+
+# What divides each loss in TRL's `_compute_loss`. It tells by what a micro-batch's loss must be weighted so that the
+# sum over a window stays what stock TRL computes, when micro-batches hold other rows than stock's.
+LOSS_DENOMINATORS = {
+    "dapo": "window",
+    "cispo": "window",
+    "vespo": "window",
+    "grpo": "rows",
+    "sapo": "rows",
+    "dr_grpo": "rows",
+    "luspo": "rows",
+    "bnpo": "tokens",
+}
+
+# Metrics of TRL that are a mean over rows, not over tokens. Clip ratios are one value per row in sequence mode.
+_ROW_METRICS = frozenset({"vespo/phi_seq_mean"})
+_RATIO_METRICS = ("clip_ratio/", "cispo_clip_ratio")
+
+_SCORING_PARAMETERS = ("input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy")
+_METHODS = {
+    "_get_per_token_logps_and_entropies": ("model", *_SCORING_PARAMETERS),
+    "_compute_loss": ("model", "inputs"),
+    "_prepare_inputs": ("generation_batch",),
+    "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
+    "training_step": ("model", "inputs", "num_items_in_batch"),
+}
+_ATTRIBUTES = ("_step", "_buffered_inputs", "_metrics", "_current_train_step_time", "loss_type", "accelerator")
+
+
+class TRLContractError(RuntimeError):
+    """What we rely on in TRL is not as we know it, so results might be wrong; nothing was computed."""
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what a bug report needs, `"not installed"` where a package is missing."""
+    names = ("trl-padmin", "trl", "transformers", "accelerate", "torch", "peft", "datasets", "deepspeed")
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in names:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def _contract_error(member: str, problem: str, remedy: str) -> TRLContractError:
+    found = ", ".join(f"{name} {installed}" for name, installed in installed_versions().items() if name != "platform")
+    return TRLContractError(f"`{member}` {problem}. {remedy} `padding_minimization=False` runs stock TRL. ({found})")
+
+
+def check_trainer_class(trainer_class: type) -> None:
+    """Checks the methods that we override and call, before any model is loaded.
+
+    Raises:
+        [`TRLContractError`]: a method is missing or takes other parameters than those we know.
+    """
+    remedy = "Install a TRL release that this version of trl_padmin knows (1.0 to 1.16), or a newer trl_padmin."
+    for name, parameters in _METHODS.items():
+        method = getattr(trainer_class, name, None)
+        if method is None:
+            raise _contract_error(f"{trainer_class.__name__}.{name}", "is missing", remedy)
+        found = inspect.signature(method).parameters
+        accepts_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())
+        missing = [parameter for parameter in parameters if parameter not in found]
+        if missing and not accepts_any:
+            raise _contract_error(
+                f"{trainer_class.__name__}.{name}", f"does not take {', '.join(map(repr, missing))}", remedy
+            )
+
+
+def check_trainer(trainer: transformers.Trainer) -> None:
+    """Raises [`TRLContractError`] if an attribute that we read is missing."""
+    for name in _ATTRIBUTES:
+        if not hasattr(trainer, name):
+            raise _contract_error(
+                f"{type(trainer).__name__}.{name}", "is missing", "Install a TRL release from 1.0 to 1.16."
+            )
+
+
+def check_loss_type(loss_type: str) -> None:
+    """Raises [`TRLContractError`] unless we know what divides the loss."""
+    if loss_type not in LOSS_DENOMINATORS:
+        raise _contract_error(
+            f"loss_type={loss_type!r}",
+            "is not a loss we know how to split into micro-batches",
+            f"Choose one of {', '.join(LOSS_DENOMINATORS)}, or install a newer trl_padmin.",
+        )
+
+
+def check_batch(batch: Mapping[str, object]) -> None:
+    """Raises [`TRLContractError`] if a batch has a key whose shape we do not know."""
+    unknown = unknown_keys(batch)
+    if unknown:
+        raise _contract_error(
+            f"inputs[{unknown[0]!r}]",
+            f"is a batch entry of unknown shape (all unknown entries: {', '.join(unknown)})",
+            "If your trainer adds it with one entry per row, add its name and shape to "
+            "`trl_padmin.layout.ROW_SHAPES`; if TRL does, install a newer trl_padmin.",
+        )
+
+
+def why_not_separable(trainer: transformers.Trainer) -> str | None:
+    """Why the loss of a window is not a weighted sum over rows, so that stock's micro-batches stay; or `None`."""
+    if type(trainer)._compute_loss is not GRPOTrainer._compute_loss:
+        return "`_compute_loss` is not TRL's own"
+    if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
+        return "`top_entropy_quantile` < 1 selects tokens by a quantile over the micro-batch"
+    if getattr(trainer, "_entropy_bonus_enabled", False):
+        return "the entropy bonus is a mean over the micro-batch"
+    if getattr(trainer, "aux_loss_enabled", False):
+        return "the MoE auxiliary loss is a product of means over the micro-batch"
+    if uses_liger_loss(trainer):
+        return "the Liger loss computes its own log-probabilities"
+    if "lomo" in str(getattr(trainer.args.optim, "value", trainer.args.optim)):
+        return "LOMO updates the weights in every backward"
+    return None
+
+
+def uses_liger_loss(trainer: transformers.Trainer) -> bool:
+    """Whether the policy loss bypasses `_get_per_token_logps_and_entropies` (TRL up to 1.13 with Liger)."""
+    return hasattr(trainer, "compute_liger_loss") and bool(
+        getattr(trainer, "use_liger_kernel", False) or getattr(trainer, "use_liger_loss", False)
+    )
+
+
+def scores_whole_logits() -> bool:
+    """Whether scoring holds rows x completion x vocabulary logits in memory (TRL before its fused head, 1.15)."""
+    return not hasattr(inspect.getmodule(GRPOTrainer), "add_fused_lm_head")
+
+
+def drop_router_loss_of_dense_model(trainer: transformers.Trainer) -> bool:
+    """Switches the MoE auxiliary loss off for a model that has no router, where stock TRL raises `IndexError`.
+
+    Jamba2-3B, for one, has the config of an MoE model with `num_experts=1`, and hence no router. Returns whether the
+    loss was switched off.
+    """
+    config = trainer.model.config.get_text_config()
+    if getattr(trainer, "aux_loss_enabled", False) and getattr(config, "num_experts", None) == 1:
+        trainer.aux_loss_enabled = False
+        return True
+    return False
+
+
+def stock_micro_batches(trainer: transformers.Trainer) -> tuple[list[dict], int]:
+    """The stock micro-batches of the current generation batch on this rank, and the index of the current one."""
+    return trainer._buffered_inputs, trainer._step % trainer.args.steps_per_generation
+
+
+def add_step_time(trainer: transformers.Trainer, seconds: float) -> None:
+    """Adds to the `step_time` metric, which TRL measures around its own `training_step`."""
+    trainer._current_train_step_time += seconds
+
+
+@contextmanager
+def labels_restricted(model: nn.Module, is_scored: torch.Tensor | None) -> Iterator[None]:
+    """Lets a forward score only the tokens in `is_scored`, `(B, W)`; `None` restricts nothing.
+
+    TRL labels the last `logits_to_keep` columns, which in the tokens-first layout hold some prompt tokens too. Their
+    scores are dropped on the way back, but the head would be computed for them.
+    """
+
+    if is_scored is None:
+        yield
+        return
+
+    def restrict(module, args, kwargs):
+        if kwargs.get("labels") is not None:
+            kwargs["labels"] = kwargs["labels"].masked_fill(~is_scored, -100)
+        return args, kwargs
+
+    handle = model.register_forward_pre_hook(restrict, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def gradient_sync_deferred(trainer: transformers.Trainer, model: nn.Module) -> Iterator[None]:
+    """Backward passes inside only accumulate: ranks do not exchange gradients, and DeepSpeed does not step.
+
+    `Trainer` does the same for all steps of a window but the last, so only there is something to do.
+    """
+    state = trainer.accelerator.gradient_state
+    if not state.sync_gradients:
+        yield
+        return
+    if state.plugin_kwargs.get("sync_each_batch", False):
+        no_sync = nullcontext()
+    elif getattr(trainer, "is_distributed_loading_by_transformers", False) and hasattr(
+        trainer.model, "set_requires_gradient_sync"
+    ):
+        no_sync = trainer._defer_fsdp_gradient_reduction()
+    else:
+        no_sync = trainer.accelerator.no_sync(model)
+    state._set_sync_gradients(False)
+    try:
+        with no_sync:
+            yield
+    finally:
+        state._set_sync_gradients(True)
+
+
+class _OnDevice(torch.Tensor):
+    """A tensor whose `item()` stays on the device, so that a metric does not make the host wait."""
+
+    def item(self):
+        return self.detach().as_subclass(torch.Tensor)
+
+
+class _RankLocalAccelerator:
+    """An accelerator whose metric collectives return the rank's own values: micro-batches differ between ranks."""
+
+    def __init__(self, accelerator):
+        self._accelerator = accelerator
+
+    def __getattr__(self, name):
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor):
+        return tensor.detach().as_subclass(_OnDevice)
+
+    def gather_for_metrics(self, tensor):
+        return self.gather(tensor)
+
+    def reduce(self, tensor, reduction="sum"):
+        return self.gather(tensor)
+
+
+@contextmanager
+def metrics_captured(trainer: transformers.Trainer) -> Iterator[dict[str, list]]:
+    """Collects what TRL's loss logs for one micro-batch, rank-local and without waiting for the device."""
+    accelerator, logged = trainer.accelerator, trainer._metrics["train"]
+    captured = defaultdict(list)
+    trainer.accelerator, trainer._metrics["train"] = _RankLocalAccelerator(accelerator), captured
+    try:
+        yield captured
+    finally:
+        trainer.accelerator, trainer._metrics["train"] = accelerator, logged
+
+
+def log_metrics(trainer: transformers.Trainer, metrics: Mapping[str, float]) -> None:
+    """Appends training metrics where TRL keeps them until the next log."""
+    for name, value in metrics.items():
+        trainer._metrics["train"][name].append(value)
+
+
+def metric_kind(name: str, sequence_level: bool) -> str:
+    """How a metric is pooled over micro-batches: `"min"`, `"max"`, `"rows"` (mean over rows) or `"tokens"`."""
+    if name.endswith(("_min", "/min")):
+        return "min"
+    if name.endswith(("_max", "/max")):
+        return "max"
+    if name in _ROW_METRICS or (sequence_level and name.startswith(_RATIO_METRICS)):
+        return "rows"
+    return "tokens"

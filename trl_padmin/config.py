@@ -1,0 +1,73 @@
+"""Our options, next to TRL's."""
+
+from dataclasses import dataclass, field, fields
+
+from trl import GRPOConfig
+
+from .planning import check_int, check_token_budget
+
+
+@dataclass
+class PaddingMinimizationOptions:
+    """The options of padding minimization, to mix into any TRL config.
+
+    Args:
+        padding_minimization (`bool`, *optional*, defaults to `True`): `False` is the stock trainer, for comparing.
+        token_budget (`int`, *optional*): Most forwarded tokens in one micro-batch on one rank. `None` takes what stock
+            TRL would have forwarded: rows per micro-batch x (longest prompt + longest completion).
+        overhead_tokens (`int`, *optional*, defaults to `128`): What one more micro-batch costs, in forwarded tokens.
+        balance_across_ranks (`bool`, *optional*, defaults to `True`): Whether rows of one window may move between
+            ranks.
+    """
+
+    padding_minimization: bool = field(
+        default=True,
+        metadata={"help": "Whether to forward almost no padding. `False` is the stock trainer, for comparing."},
+    )
+    token_budget: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most forwarded tokens (rows x padded length) in one micro-batch on one rank. The default is what "
+            "stock TRL would have forwarded for the same generation batch, so that memory never exceeds stock's. A "
+            "row that is longer runs alone."
+        },
+    )
+    overhead_tokens: int = field(
+        default=128,
+        metadata={
+            "help": "Fixed cost of one more micro-batch, in forwarded tokens that would take as long. Higher values "
+            "give fewer micro-batches and more padding."
+        },
+    )
+    balance_across_ranks: bool = field(
+        default=True,
+        metadata={"help": "Whether rows of one optimizer step may move between ranks, so that no rank waits."},
+    )
+
+    @classmethod
+    def of(cls, config: object | None) -> "PaddingMinimizationOptions":
+        """The options of any config, checked; defaults for those it does not have."""
+        options = cls(**{f.name: getattr(config, f.name, f.default) for f in fields(cls)})
+        options.check_padding_options(getattr(config, "pad_to_multiple_of", None))
+        return options
+
+    def check_padding_options(self, pad_to_multiple_of: int | None = None) -> None:
+        """Raises `TypeError` or `ValueError` for an option that is out of its range."""
+        for name in ("padding_minimization", "balance_across_ranks"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"`{name}`={getattr(self, name)!r} must be `True` or `False`.")
+        check_token_budget(self.token_budget, pad_to_multiple_of)
+        check_int("overhead_tokens", self.overhead_tokens, at_least=0)
+
+
+@dataclass
+class PadminGRPOConfig(PaddingMinimizationOptions, GRPOConfig):
+    """[`trl.GRPOConfig`] with the options of padding minimization.
+
+    Every argument of `trl.GRPOConfig` keeps its place, name and default; ours are keywords:
+    [`PaddingMinimizationOptions`].
+    """
+
+    def __post_init__(self):
+        super().__post_init__()  # first: it turns a `pad_to_multiple_of` of "auto" or "64" into a number or `None`
+        self.check_padding_options(self.pad_to_multiple_of)

@@ -1,0 +1,113 @@
+"""Ranks in step: how many micro-batches each runs, and one reduction of what a window logs."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+
+import torch
+from accelerate import Accelerator
+
+from .stats import PaddingStats
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What TRL's loss logged for one micro-batch.
+
+    Args:
+        metrics (`Mapping[str, Sequence]`): Values by metric name, floats or tensors on the device.
+        rows (`int`): Rows of the micro-batch.
+        tokens (`int`): Its tokens that enter the loss.
+    """
+
+    metrics: Mapping[str, Sequence]
+    rows: int
+    tokens: int
+
+
+def pool_window(
+    observations: Sequence[Observation],
+    stats: Sequence[PaddingStats],
+    kind_of: Callable[[str], str],
+    accelerator: Accelerator,
+) -> tuple[dict[str, float], list[PaddingStats]]:
+    """Pools what the micro-batches of all ranks logged in one window.
+
+    Token means are weighted by tokens, row means by rows, minima are minima and maxima maxima. Waits for the device
+    twice (once on one rank) and communicates once, whatever the number of micro-batches.
+
+    Args:
+        observations (`Sequence` of [`Observation`]): One per micro-batch of this rank; every rank logs the same names.
+        stats (`Sequence` of [`PaddingStats`]): Counts of this rank; as many on every rank.
+        kind_of (`Callable`): `"min"`, `"max"`, `"rows"` or `"tokens"` for a metric name.
+        accelerator (`Accelerator`): Gathers over the ranks.
+
+    Returns:
+        The metrics, and the stats summed over ranks.
+    """
+    names = sorted({name for observation in observations for name in observation.metrics})
+    values = _to_host(
+        [observation.metrics.get(name, []) for name in names for observation in observations], accelerator
+    )
+    local = []
+    for index, name in enumerate(names):
+        per_micro_batch = values[index * len(observations) : (index + 1) * len(observations)]
+        local += _pool_rank(kind_of(name), per_micro_batch, observations)
+    counts = [count for entry in stats for count in astuple(entry)]
+    ranks = _gather(local + counts, accelerator)
+
+    metrics = {}
+    for index, name in enumerate(names):
+        kind = kind_of(name)
+        pairs = [rank[2 * index : 2 * index + 2] for rank in ranks]
+        if kind in ("min", "max"):
+            metrics[name] = _extremum(kind, [value for value, _ in pairs])
+        else:
+            weight = math.fsum(weight for _, weight in pairs)
+            metrics[name] = math.fsum(total for total, _ in pairs) / weight if weight else 0.0
+    return metrics, [_sum_stats([rank[len(local) :] for rank in ranks], index) for index in range(len(stats))]
+
+
+def _pool_rank(kind: str, values: Sequence[Sequence[float]], observations: Sequence[Observation]) -> list[float]:
+    """`[extremum, 0]`, or `[sum of value x weight, sum of weights]`. NaN is TRL's word for "nothing to observe"."""
+    if kind in ("min", "max"):
+        return [_extremum(kind, [value for entry in values for value in entry]), 0.0]
+    weighted = [
+        (value, observation.rows if kind == "rows" else observation.tokens)
+        for entry, observation in zip(values, observations, strict=True)
+        for value in entry
+        if not math.isnan(value)
+    ]
+    return [math.fsum(value * weight for value, weight in weighted), math.fsum(weight for _, weight in weighted)]
+
+
+def _extremum(kind: str, values: Sequence[float]) -> float:
+    return {"min": min, "max": max}[kind]((v for v in values if not math.isnan(v)), default=math.nan)
+
+
+def _to_host(entries: Sequence[Sequence], accelerator: Accelerator) -> list[list[float]]:
+    """Fetches all values at once, and returns them in the shape they came in."""
+    flat = [torch.as_tensor(value) for entry in entries for value in entry]
+    if not flat:
+        return [[] for _ in entries]
+    fetched = iter(torch.stack([value.to(accelerator.device, _dtype(accelerator)) for value in flat]).tolist())
+    return [[next(fetched) for _ in entry] for entry in entries]
+
+
+def _gather(values: list[float], accelerator: Accelerator) -> list[list[float]]:
+    if accelerator.num_processes == 1:
+        return [values]
+    local = torch.tensor(values, device=accelerator.device, dtype=_dtype(accelerator))
+    return accelerator.gather(local).view(accelerator.num_processes, -1).tolist()
+
+
+def _dtype(accelerator: Accelerator) -> torch.dtype:
+    return torch.float32 if accelerator.device.type == "mps" else torch.float64  # counts are exact up to 2**53
+
+
+def _sum_stats(ranks: Sequence[Sequence[float]], index: int) -> PaddingStats:
+    """Sums one entry of the stats over ranks; the slowest rank sets the pace of all."""
+    size = len(astuple(PaddingStats()))
+    per_rank = [PaddingStats(*map(int, rank[index * size : (index + 1) * size])) for rank in ranks]
+    total = sum(per_rank, PaddingStats())
+    return replace(total, critical_tokens=len(ranks) * max(rank.critical_tokens for rank in per_rank))
