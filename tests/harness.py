@@ -5,10 +5,10 @@ orders of magnitude in length and in log-probability.
 """
 
 import tempfile
+import types
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import transformers
@@ -72,6 +72,7 @@ _SMALL = {
     "pad_token_id": PAD,
     "eos_token_id": EOS,
     "bos_token_id": None,
+    "attention_dropout": 0.0,
 }
 
 
@@ -89,7 +90,15 @@ def tiny_config(model_type: str = "qwen2", **overrides) -> transformers.Pretrain
             "mamba_dt_rank": 4,
             "use_mamba_kernels": False,
         },
-        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "attn_pdrop": 0, "resid_pdrop": 0},
+        "gpt2": {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 512,
+            "attn_pdrop": 0,
+            "resid_pdrop": 0,
+            "embd_pdrop": 0,
+        },
         "qwen3_moe": {
             "num_experts": 4,
             "num_experts_per_tok": 2,
@@ -99,11 +108,11 @@ def tiny_config(model_type: str = "qwen2", **overrides) -> transformers.Pretrain
             "norm_topk_prob": True,
         },
         "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+        "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
         "gemma2": {"head_dim": 8, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8, "sliding_window": 16},
         "granite": {"logits_scaling": 3.0},
     }.get(model_type, {})
-    if model_type == "gpt2":
-        extra = {**extra, "embd_pdrop": 0}
     return transformers.AutoConfig.for_model(model_type, **_SMALL | extra | overrides)
 
 
@@ -123,7 +132,47 @@ def tiny_model(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
+    return in_float64_throughout(model) if dtype is torch.float64 else model
+
+
+def in_float64_throughout(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """Lets norms and rotary embeddings compute in float64, where transformers casts to float32, and experts at all.
+
+    Rotary angles of a row depend on where it starts, so float32 angles alone make two layouts differ by 1e-7.
+    """
+    model.set_experts_implementation("eager")
+
+    def norm(self, x, gate=None):
+        if gate is not None:
+            x = x * torch.nn.functional.silu(gate)
+        eps = getattr(self, "variance_epsilon", getattr(self, "eps", 1e-6))
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+    def rotary(self, x, position_ids):
+        angles = position_ids[:, :, None].double() * self.inv_freq.double()
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+    for module in model.modules():
+        name = type(module).__name__
+        if name.endswith("RMSNorm") and not name.startswith("Gemma"):  # Gemma scales by 1 + weight
+            module.forward = types.MethodType(norm, module)
+        elif name.endswith("RotaryEmbedding"):
+            module.forward = types.MethodType(rotary, module)
     return model
+
+
+class Float64Head:
+    """TRL's fused head, which accumulates in float32, in plain float64 operations."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=()):
+        logits = torch.nn.functional.linear(hidden, weight, bias) * logit_scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        log_probs = (logits / temperature).log_softmax(dim=-1)
+        entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
+        return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy, None, None, None
 
 
 @dataclass
@@ -252,6 +301,8 @@ def run(
     )
     if prepare is not None:
         prepare(trainer)
+    if getattr(trainer, "ref_model", None) is not None and trainer.ref_model.dtype is torch.float64:
+        in_float64_throughout(trainer.ref_model)
     result = Run(trainer, recorder.gradients, [], [], [], [])
 
     compute = trainer._compute_loss

@@ -139,8 +139,8 @@ def uses_liger_loss(trainer: transformers.Trainer) -> bool:
     )
 
 
-def scores_whole_logits() -> bool:
-    """Whether scoring holds rows x completion x vocabulary logits in memory (TRL before its fused head, 1.15)."""
+def holds_logits_in_memory() -> bool:
+    """Whether a forward materializes rows x completion x vocabulary logits (TRL before its fused head, 1.15)."""
     return not hasattr(inspect.getmodule(GRPOTrainer), "add_fused_lm_head")
 
 

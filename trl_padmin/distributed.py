@@ -6,8 +6,46 @@ from dataclasses import astuple, dataclass, replace
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from .stats import PaddingStats
+
+
+_REGROUPS, _KEEPS_STOCK, _FAILED = range(3)  # what a rank proposes; the highest of all ranks is what happens
+
+
+def agree_on_groups(
+    propose: Callable[[], list | None], pools: int, accelerator: Accelerator
+) -> tuple[list | None, list[int]]:
+    """Lets all ranks run the same number of micro-batches, or fail together. Communicates once.
+
+    Args:
+        propose (`Callable`): Returns this rank's groups of rows, one list per pool, or `None` to keep stock's
+            micro-batches; may raise.
+        pools (`int`): How many pools there are, the same on every rank.
+        accelerator (`Accelerator`): Gathers over the ranks.
+
+    Returns:
+        The proposal, `None` if any rank keeps stock's micro-batches, and the number of groups each pool must have.
+
+    Raises:
+        Whatever `propose` raised on any rank, on all ranks.
+    """
+    if accelerator.num_processes == 1:
+        groups = propose()
+        return groups, [] if groups is None else [len(pool) for pool in groups]
+    groups = error = None
+    try:
+        groups = propose()
+    except Exception as caught:  # raised again below, on every rank
+        error = caught
+    status = _FAILED if error is not None else _KEEPS_STOCK if groups is None else _REGROUPS
+    local = [status, *([0] * pools if groups is None else [len(pool) for pool in groups])]
+    gathered = accelerator.gather(torch.tensor(local, device=accelerator.device)).view(-1, len(local))
+    status, *counts = gathered.amax(dim=0).tolist()
+    if status == _FAILED:
+        raise next(caught for caught in gather_object([error]) if caught is not None)
+    return (groups, counts) if status == _REGROUPS else (None, counts)
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,14 @@ def padded_length(lengths: RowLengths, pad_to_multiple_of: int | None = None) ->
     return -(-max(2, *lengths.total) // multiple) * multiple
 
 
+def first_scored_column(lengths: RowLengths, width: int) -> int:
+    """The first column of a tokens-first micro-batch that holds a completion token.
+
+    At least 1, because the token before predicts it, and the last one if no row has a completion.
+    """
+    return max(1, min((p for p, c in zip(lengths.prompt, lengths.completion, strict=True) if c), default=width - 1))
+
+
 class TokensFirst:
     """The tokens-first layout of some rows, and the way back.
 
@@ -163,11 +171,7 @@ class TokensFirst:
         columns = torch.arange(width, device=attention_mask.device)
         self.attention_mask = (columns < real.sum(dim=1, keepdim=True)).to(attention_mask.dtype)
 
-        # The token before a completion's first one predicts it, so the first column of a row is never scored.
-        first_scored = min(
-            (p for p, c in zip(lengths.prompt, lengths.completion, strict=True) if c), default=width - 1
-        )
-        first_scored = max(1, first_scored)
+        first_scored = first_scored_column(lengths, width)
         self.logits_to_keep = width - first_scored
 
         completion = slice(source_width - logits_to_keep, source_width)
@@ -187,9 +191,13 @@ class TokensFirst:
 
 
 def restore_rows(scores: Sequence[Sequence[torch.Tensor | None]], groups: Sequence[Sequence[int]]) -> tuple:
-    """Joins what each group of rows returned, with the rows in their first order; scalars and `None` pass."""
+    """Joins what each group of rows returned, rows in their own order; scalars and `None` pass.
+
+    Of a row that is in several groups the first one counts.
+    """
     order = [row for group in groups for row in group]
-    index = sorted(range(len(order)), key=order.__getitem__)
+    first_position = {row: position for position, row in reversed(list(enumerate(order)))}
+    index = [first_position[row] for row in range(len(first_position))]
     return tuple(
         parts[0] if parts[0] is None or parts[0].dim() == 0 else torch.cat(parts)[index]
         for parts in zip(*scores, strict=True)

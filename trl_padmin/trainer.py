@@ -24,11 +24,11 @@ from trl import GRPOTrainer
 
 from . import compat
 from .config import PaddingMinimizationOptions
-from .distributed import Observation, pool_window
+from .distributed import Observation, agree_on_groups, pool_window
 from .layout import IMAGE_KEYS, TOKEN_TYPE_KEYS, RowLengths, TokensFirst, restore_rows, row_lengths
 from .planning import plan_micro_batches
 from .stats import PaddingStats
-from .window import GenerationBatch, MicroBatch, StockShape, padding_stats
+from .window import GenerationBatch, Groups, MicroBatch, Segment, fit_logits, padding_stats, split_up_to
 
 
 logger = logging.get_logger(__name__)
@@ -108,23 +108,14 @@ class PaddingMinimizationMixin:
         kwargs["compute_entropy"] = compute_entropy
         if not self._padding.options.padding_minimization:
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **kwargs)
-        if logits_to_keep == 0:
-            raise ValueError("Every completion of the batch is empty, so there is no token to score.")
-
         lengths = self._lengths_of(attention_mask, logits_to_keep)
-        # Rows that get gradients are a micro-batch already; an auxiliary loss and images belong to their whole batch.
-        if (
-            torch.is_grad_enabled()
-            or kwargs.get("compute_aux_loss", False)
-            or any(kwargs.get(key) is not None for key in IMAGE_KEYS)
-        ):
+        groups = None  # rows that get gradients are a micro-batch already
+        if not torch.is_grad_enabled():
+            groups = self._scoring_groups(lengths, attention_mask.size(1), logits_to_keep, batch_size, kwargs)
+        if groups is None:
             groups = [tuple(range(len(input_ids)))]
         else:
-            stock = StockShape(batch_size or len(input_ids), attention_mask.size(1), logits_to_keep)
-            (groups,) = self._plan([lengths], stock)
             batch_size = None
-            if self.model.training:
-                self._padding.scoring_stats += self._stats([lengths.select(rows) for rows in groups], stock.width)
 
         scores = []
         for rows in groups:
@@ -147,6 +138,24 @@ class PaddingMinimizationMixin:
             # Scores are `(rows, logits_to_keep)`; an auxiliary loss is a scalar; what was not asked for is `None`.
             scores.append([r if r is None or r.dim() == 0 else layout.restore(r) for r in results])
         return restore_rows(scores, groups)
+
+    def _scoring_groups(self, lengths, width, logits_to_keep, batch_size, forward_kwargs) -> Groups | None:
+        """Groups of rows to score without gradients; `None` keeps the batch as it is, for TRL to cut into chunks."""
+
+        def propose():
+            if logits_to_keep == 0:
+                raise ValueError("Every completion of the batch is empty, so there is no token to score.")
+            # An auxiliary loss and images belong to the whole batch.
+            images = any(forward_kwargs.get(key) is not None for key in IMAGE_KEYS)
+            if images or forward_kwargs.get("compute_aux_loss", False):
+                return None
+            return [self._groups(lengths, batch_size or len(lengths.total), width, logits_to_keep)]
+
+        agreed = self._agree(propose, [lengths])
+        if self.model.training:
+            forwards = [tuple(range(len(lengths.total)))] if agreed is None else agreed[0]
+            self._padding.scoring_stats += self._stats([lengths.select(rows) for rows in forwards], width)
+        return None if agreed is None else agreed[0]
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if not self._padding.options.padding_minimization:
@@ -205,42 +214,57 @@ class PaddingMinimizationMixin:
         """The micro-batches that stand for one stock micro-batch; plans a segment when the last one is used up."""
         state = self._padding
         if not state.steps:
-            compat.check_batch(inputs)
             stock, first = compat.stock_micro_batches(self)
             if stock[first] is not inputs:  # a subclass prepared other inputs than TRL's
                 stock, first = [inputs], 0
             if state.generation is None or state.generation.stock is not stock:
                 state.generation = GenerationBatch(stock)
             left_in_window = max(1, self.current_gradient_accumulation_steps - state.steps_into_window)
-            steps = min(left_in_window, len(stock) - first)
-            state.steps = state.generation.segment(first, steps, state.denominator, self._plan)
-            groups = [micro_batch.lengths for step in state.steps for micro_batch in step]
-            state.policy_stats += self._stats(groups, state.generation.shape.width)
+            segment = Segment(state.generation, first, min(left_in_window, len(stock) - first), state.denominator)
+            pools = [segment.lengths.select(pool) for pool in segment.pools]
+
+            def propose():
+                compat.check_batch(inputs)
+                if segment.denominator is None:
+                    return None
+                shape = segment.rows_per_step, segment.width, segment.completion_width
+                return [self._groups(pool, *shape, at_least=len(segment.stock) // len(pools)) for pool in pools]
+
+            state.steps = segment.micro_batches(self._agree(propose, pools))
+            forwards = [micro_batch.lengths for step in state.steps for micro_batch in step]
+            state.policy_stats += self._stats(forwards, segment.width)
             if not state.proof_printed and self.is_world_process_zero():
                 print(f"{state.policy_stats} per rank")
             state.proof_printed = True
         return state.steps.pop(0)
 
-    def _plan(self, pools: Sequence[RowLengths], stock: StockShape, at_least: int = 1) -> list[list[tuple[int, ...]]]:
-        """Groups the rows of each pool into at least `at_least` micro-batches."""
+    def _groups(
+        self, lengths: RowLengths, stock_rows: int, stock_width: int, completion_width: int, at_least: int = 1
+    ) -> Groups:
+        """Groups rows into at least `at_least` micro-batches, by default none larger than stock's."""
         options = self._padding.options
-        budget = options.token_budget or stock.rows * stock.width
-        planned = []
-        for pool in pools:
-            plan = plan_micro_batches(
-                pool.total,
-                budget,
-                overhead_tokens=options.overhead_tokens,
-                pad_to_multiple_of=self.args.pad_to_multiple_of,
-                min_micro_batches=at_least,
+        plan = plan_micro_batches(
+            lengths.total,
+            options.token_budget or stock_rows * stock_width,
+            overhead_tokens=options.overhead_tokens,
+            pad_to_multiple_of=self.args.pad_to_multiple_of,
+            min_micro_batches=at_least,
+        )
+        if options.token_budget is None and compat.holds_logits_in_memory():
+            return fit_logits(list(plan), lengths, stock_rows * completion_width, self.args.pad_to_multiple_of)
+        if options.token_budget is not None and plan.oversized_rows:
+            logger.warning_once(
+                f"`token_budget`={options.token_budget} is less than the longest row. Such rows run alone, above the "
+                "budget; `padding/oversized_rows` counts them."
             )
-            if plan.oversized_rows and options.token_budget is not None:
-                logger.warning_once(
-                    f"`token_budget`={budget} is less than the longest row. Such rows run alone, above the budget; "
-                    "`padding/oversized_rows` counts them."
-                )
-            planned.append(list(plan))
-        return planned
+        return list(plan)
+
+    def _agree(self, propose, pools: Sequence[RowLengths]) -> list[Groups] | None:
+        """What this rank proposes, with as many groups as the rank with most of them; `None` keeps stock's."""
+        groups, counts = agree_on_groups(propose, len(pools), self.accelerator)
+        if groups is None:
+            return None
+        return [split_up_to(*each) for each in zip(counts, groups, pools, strict=True)]
 
     def _stats(self, groups: Sequence[RowLengths], stock_width: int) -> PaddingStats:
         return padding_stats(groups, stock_width, self.args.pad_to_multiple_of, self._padding.options.token_budget)

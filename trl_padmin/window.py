@@ -5,33 +5,24 @@ spans two generation batches it is cut into *segments*, because each generation 
 normalizer. Rows are regrouped inside a segment only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from .layout import RowLengths, concatenate_rows, has_images, padded_length, select_rows
+from .layout import (
+    RowLengths,
+    concatenate_rows,
+    first_scored_column,
+    has_images,
+    padded_length,
+    select_rows,
+)
 from .stats import PaddingStats
 
 
-@dataclass(frozen=True)
-class StockShape:
-    """Shape of a stock micro-batch.
-
-    Args:
-        rows (`int`): Rows.
-        width (`int`): `P + C`, tokens to which every row is padded.
-        completion_width (`int`): `C`, tokens of it that are the completion's.
-    """
-
-    rows: int
-    width: int
-    completion_width: int
-
-
-# Groups the rows of each pool into micro-batches: (lengths of each pool, stock's shape, least micro-batches a pool).
-Planner = Callable[[Sequence[RowLengths], StockShape, int], list[list[tuple[int, ...]]]]
+Groups = list[tuple[int, ...]]  # row indices of each micro-batch
 
 
 @dataclass(frozen=True)
@@ -78,69 +69,115 @@ class GenerationBatch:
         ]
         masks = ([b["prompt_mask"] for b in stock], [b["completion_mask"] for b in stock], loss_masks)
         counts = torch.stack([torch.cat([mask.sum(dim=1) for mask in parts]) for parts in masks]).tolist()
-        step = self.shape.rows
-        prompt, completion, scored = ([c[i : i + step] for i in range(0, len(c), step)] for c in counts)
+        rows = len(stock[0]["prompt_mask"])
+        prompt, completion, scored = ([c[i : i + rows] for i in range(0, len(c), rows)] for c in counts)
         self.lengths = [RowLengths(tuple(p), tuple(c)) for p, c in zip(prompt, completion, strict=True)]
         self.scored_tokens = scored
 
-    @property
-    def shape(self) -> StockShape:
-        """Shape of a stock micro-batch of this generation batch."""
-        (rows, prompt_width), completion_width = (
-            self.stock[0]["prompt_mask"].shape,
-            self.stock[0]["completion_mask"].size(1),
-        )
-        return StockShape(rows, prompt_width + completion_width, completion_width)
 
-    def segment(self, first: int, steps: int, denominator: str | None, plan: Planner) -> list[list[MicroBatch]]:
-        """The micro-batches of `steps` stock steps from `first` on, one list per step, at least one each.
+class Segment:
+    """Stock micro-batches of one generation batch that belong to one optimizer step.
+
+    Args:
+        generation ([`GenerationBatch`]): Where they come from.
+        first (`int`): Index of the first one.
+        steps (`int`): How many.
+        denominator (`str` or `None`): What divides the loss: `"window"`, `"rows"` or `"tokens"` (of the stock
+            micro-batch); `None` keeps stock's micro-batches.
+    """
+
+    def __init__(self, generation: GenerationBatch, first: int, steps: int, denominator: str | None):
+        self.stock = generation.stock[first : first + steps]
+        self.denominator = None if any(has_images(batch) for batch in self.stock) else denominator
+        self._stock_lengths = generation.lengths[first : first + steps]
+        self._stock_scored = generation.scored_tokens[first : first + steps]
+        self.rows_per_step = len(self._stock_scored[0])
+        self.lengths = RowLengths(
+            tuple(p for lengths in self._stock_lengths for p in lengths.prompt),
+            tuple(c for lengths in self._stock_lengths for c in lengths.completion),
+        )
+        self.scored_tokens = [tokens for step in self._stock_scored for tokens in step]
+
+    @property
+    def completion_width(self) -> int:
+        """Tokens to which stock pads every completion."""
+        return self.stock[0]["completion_mask"].size(1)
+
+    @property
+    def width(self) -> int:
+        """Tokens to which stock pads every row."""
+        return self.stock[0]["prompt_mask"].size(1) + self.completion_width
+
+    @property
+    def pools(self) -> Groups:
+        """Rows that may share a micro-batch; each pool is planned by itself.
+
+        A loss that is divided by the tokens of its stock micro-batch can be split, but not joined with another's.
+        """
+        rows, size = range(len(self.scored_tokens)), self.rows_per_step
+        if self.denominator == "tokens":
+            return [tuple(rows[i : i + size]) for i in rows[::size]]
+        return [tuple(rows)]
+
+    def micro_batches(self, groups: list[Groups] | None) -> list[list[MicroBatch]]:
+        """The micro-batches of each stock step, at least one each.
 
         Args:
-            first (`int`): Index of the first stock micro-batch.
-            steps (`int`): Stock micro-batches in the segment.
-            denominator (`str` or `None`): What divides the loss: `"window"`, `"rows"` or `"tokens"` (of the stock
-                micro-batch); `None` keeps stock's micro-batches.
-            plan (`Callable`): Groups the rows of each pool, see `Planner`.
+            groups (`list` or `None`): For each pool its groups of rows, indices into the pool; `None` keeps stock's
+                micro-batches. A group that repeats a row of an earlier one weighs nothing.
         """
-        span = range(first, first + steps)
-        if denominator is None or any(has_images(self.stock[step]) for step in span):
+        if groups is None:
             return [
-                [MicroBatch(self.stock[step], None, self.lengths[step], sum(self.scored_tokens[step]))]
-                for step in span
+                [MicroBatch(batch, None, lengths, sum(scored))]
+                for batch, lengths, scored in zip(self.stock, self._stock_lengths, self._stock_scored, strict=True)
             ]
-        batch = concatenate_rows([self.stock[step] for step in span])
-        lengths = RowLengths(
-            tuple(p for step in span for p in self.lengths[step].prompt),
-            tuple(c for step in span for c in self.lengths[step].completion),
-        )
-        scored = [tokens for step in span for tokens in self.scored_tokens[step]]
-
-        # A loss that is divided by the tokens of its stock micro-batch can be split, but not joined with another's.
-        if denominator == "tokens":
-            pools = [tuple(range(i * self.shape.rows, (i + 1) * self.shape.rows)) for i in range(steps)]
-        else:
-            pools = [tuple(range(len(scored)))]
-        plans = plan([lengths.select(pool) for pool in pools], self.shape, steps // len(pools))
-
-        micro_batches = []
-        for pool, planned in zip(pools, plans, strict=True):
-            pool_tokens = sum(scored[row] for row in pool)
-            for group in planned:
+        batch = concatenate_rows(self.stock)
+        micro_batches, seen = [], set()
+        for pool, pool_groups in zip(self.pools, groups, strict=True):
+            pool_tokens = sum(self.scored_tokens[row] for row in pool)
+            for group in pool_groups:
                 rows = tuple(pool[row] for row in group)
-                tokens = sum(scored[row] for row in rows)
+                tokens = sum(self.scored_tokens[row] for row in rows)
                 weight = {
                     "window": 1.0,
-                    "rows": len(rows) / self.shape.rows,
+                    "rows": len(rows) / self.rows_per_step,
                     "tokens": tokens / max(1, pool_tokens),
-                }[denominator]
-                micro_batches.append(MicroBatch(batch, rows, lengths.select(rows), tokens, weight))
-        return spread(micro_batches, steps)
+                }[self.denominator]
+                if not seen.isdisjoint(rows):
+                    tokens, weight = 0, 0.0
+                seen.update(rows)
+                micro_batches.append(MicroBatch(batch, rows, self.lengths.select(rows), tokens, weight))
+        steps = len(self.stock)
+        cuts = [len(micro_batches) * step // steps for step in range(steps + 1)]
+        return [micro_batches[start:end] for start, end in pairwise(cuts)]
 
 
-def spread(micro_batches: Sequence[MicroBatch], steps: int) -> list[list[MicroBatch]]:
-    """Spreads micro-batches over steps, in order and as evenly as their number allows."""
-    cuts = [len(micro_batches) * step // steps for step in range(steps + 1)]
-    return [list(micro_batches[start:end]) for start, end in pairwise(cuts)]
+def fit_logits(groups: Groups, lengths: RowLengths, most_logits: int, pad_to_multiple_of: int | None) -> Groups:
+    """Halves groups until rows x scored columns is at most `most_logits` in each group of several rows."""
+    fitting = []
+    for group in groups:
+        chosen = lengths.select(group)
+        width = padded_length(chosen, pad_to_multiple_of)
+        if len(group) == 1 or len(group) * (width - first_scored_column(chosen, width)) <= most_logits:
+            fitting.append(group)
+        else:
+            halves = [group[: len(group) // 2], group[len(group) // 2 :]]
+            fitting += fit_logits(halves, lengths, most_logits, pad_to_multiple_of)
+    return fitting
+
+
+def split_up_to(count: int, groups: Groups, lengths: RowLengths) -> Groups:
+    """Halves the groups that forward most until there are `count`; repeats the shortest row where rows run out."""
+    groups = list(groups)
+    while len(groups) < count:
+        index, group = max(
+            enumerate(groups), key=lambda item: (len(item[1]) > 1) * len(item[1]) * max(lengths.select(item[1]).total)
+        )
+        if len(group) > 1:
+            groups[index : index + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
+        else:
+            groups.append((min(range(len(lengths.total)), key=lengths.total.__getitem__),))
+    return groups
 
 
 def padding_stats(
