@@ -207,7 +207,7 @@ class Run:
 def recorded(model: torch.nn.Module, forwards: list[dict]):
     """Appends what every forward of `model` sees."""
 
-    def record(module, args, kwargs):
+    def record(module, args, kwargs, output):  # after the forward: earlier hooks may change what it is given
         forwards.append(
             {
                 "ids": kwargs["input_ids"].clone(),
@@ -219,7 +219,7 @@ def recorded(model: torch.nn.Module, forwards: list[dict]):
             }
         )
 
-    handle = model.register_forward_pre_hook(record, with_kwargs=True)
+    handle = model.register_forward_hook(record, with_kwargs=True)
     try:
         yield
     finally:
@@ -301,8 +301,8 @@ def run(
     )
     if prepare is not None:
         prepare(trainer)
-    if getattr(trainer, "ref_model", None) is not None and trainer.ref_model.dtype is torch.float64:
-        in_float64_throughout(trainer.ref_model)
+    if getattr(trainer, "ref_model", None) is not None and model.dtype is torch.float64:
+        in_float64_throughout(trainer.ref_model.double())  # older TRL loads it in float32
     result = Run(trainer, recorder.gradients, [], [], [], [])
 
     compute = trainer._compute_loss

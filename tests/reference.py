@@ -71,6 +71,21 @@ def score_each_row_alone(
     return tuple(None if column[0] is None else torch.stack(column) for column in zip(*results, strict=True))
 
 
+def log_probs_of_each_row_alone(
+    model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+) -> torch.Tensor:
+    """Log-probabilities of the completion tokens, `(B, logits_to_keep)`, from the model's plain logits."""
+    result = torch.zeros(len(input_ids), logits_to_keep, dtype=torch.float64)
+    for row, (ids, mask) in enumerate(zip(input_ids, attention_mask, strict=True)):
+        real = mask.bool()
+        alone = ids[real][None]
+        log_probs = model(alone, use_cache=False).logits[0, :-1].double().log_softmax(dim=-1)
+        scores = log_probs.gather(1, alone[0, 1:, None]).squeeze(1)
+        count = int(real[-logits_to_keep:].sum())
+        result[row, :count] = scores[len(scores) - count :]
+    return result
+
+
 class RowAloneGRPOTrainer(GRPOTrainer):
     """Stock TRL, scoring each row alone and unpadded: the truth that layouts are measured against."""
 

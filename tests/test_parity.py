@@ -240,8 +240,7 @@ def test_sampler_importance_ratio(request, float64_head, mode, loss_type):
         prepare=pretend_vllm,
         overhead_tokens=5,
     )
-    nan_is_neutral = all(math.isfinite(loss) for loss in stock.losses)
-    if not nan_is_neutral:
+    if any(gradient.isnan().any() for gradient in stock.gradients[0].values()):
         pytest.skip("this TRL lets a NaN sampling log-probability into its loss")
     check(request, stock, ours)
     ratio = ours.batches[0]["importance_sampling_ratio"]

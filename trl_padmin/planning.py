@@ -37,7 +37,7 @@ class MicroBatchPlan:
     Example:
 
     ```python
-    >>> plan = plan_micro_batches([3, 9, 2, 8], token_budget=18, overhead_tokens=1)
+    >>> plan = plan_micro_batches([3, 9, 2, 8], token_budget=18, overhead_tokens=3)
     >>> list(plan)
     [(1, 3), (0, 2)]
     >>> plan.forwarded_tokens, plan.real_tokens
