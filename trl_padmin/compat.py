@@ -1,9 +1,10 @@
 """The only file that names what is private in TRL, transformers and accelerate, and what happens when it changes."""
 
+import argparse
 import inspect
 import platform
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 
@@ -57,6 +58,13 @@ def installed_versions() -> dict[str, str]:
         except PackageNotFoundError:
             versions[name] = "not installed"
     return versions
+
+
+def main(argv: Sequence[str] = ()) -> None:
+    """`trl-padmin env`: prints the versions that a bug report needs."""
+    argparse.ArgumentParser(prog="trl-padmin env", description=main.__doc__).parse_args(argv)
+    for name, installed in installed_versions().items():
+        print(f"- {name}: {installed}")
 
 
 def _contract_error(member: str, problem: str, remedy: str) -> TRLContractError:

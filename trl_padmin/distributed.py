@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from itertools import chain
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from .planning import MicroBatchPlan
 from .stats import PaddingStats
 
 
@@ -46,6 +48,55 @@ def agree_on_groups(
     if status == _FAILED:
         raise next(caught for caught in gather_object([error]) if caught is not None)
     return (groups, counts) if status == _REGROUPS else (None, counts)
+
+
+class RowExchange:
+    """Moves rows to the ranks that run them, with all that belongs to them, and results back home.
+
+    Args:
+        plans (`Sequence` of [`MicroBatchPlan`]): One per rank, with indices into the rows of all ranks, rank by rank;
+            the same on every rank.
+        rows_per_rank (`int`): Rows that each rank brings.
+        rank (`int`): This process.
+    """
+
+    def __init__(self, plans: Sequence[MicroBatchPlan], rows_per_rank: int, rank: int):
+        placed = [sorted(chain(*plan)) for plan in plans]
+        self.runs = placed[rank]  # rows of all ranks that this one runs, in the order in which they arrive
+        arrival = {row: position for position, row in enumerate(self.runs)}
+        self.groups = [tuple(arrival[row] for row in group) for group in plans[rank]]
+        own = range(rank * rows_per_rank, (rank + 1) * rows_per_rank)
+        leaving = [[row - own.start for row in rows if row in own] for rows in placed]
+        self._sends = list(chain(*leaving))
+        self._send_counts = [len(rows) for rows in leaving]
+        self._receive_counts = [0] * len(plans)
+        for row in self.runs:
+            self._receive_counts[row // rows_per_rank] += 1
+
+    def deliver(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The rows of `batch` that this rank runs. Columns must agree between ranks. Communicates once."""
+        sent = [value[self._sends] for value in batch.values()]
+        received = _all_to_all(sent, self._send_counts, self._receive_counts)
+        return dict(zip(batch, received, strict=True))
+
+    def bring_home(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Results of the rows that this rank brought, in their order. Communicates once."""
+        returned = _all_to_all(results, self._receive_counts, self._send_counts)
+        home = torch.tensor(self._sends, device=returned[0].device).argsort()
+        return [value[home] for value in returned]
+
+
+def _all_to_all(tensors: Sequence[torch.Tensor], sends: list[int], receives: list[int]) -> list[torch.Tensor]:
+    """Exchanges the rows of several tensors in one collective, as bytes, so that every type arrives as it was."""
+    rows = len(tensors[0])
+    packed = [tensor.contiguous().view(rows, -1).view(torch.uint8) for tensor in tensors]
+    received = packed[0].new_empty(sum(receives), sum(part.size(1) for part in packed))
+    torch.distributed.all_to_all_single(received, torch.cat(packed, dim=1), receives, sends)
+    parts = received.split([part.size(1) for part in packed], dim=1)
+    return [
+        part.contiguous().view(tensor.dtype).view(len(received), *tensor.shape[1:])
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

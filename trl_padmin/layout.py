@@ -28,6 +28,8 @@ ROW_SHAPES = {
     "token_type_ids": "(B, P + C)",
     "mm_token_type_ids": "(B, P + C)",
 }
+_PROMPT_KEYS = frozenset(key for key, shape in ROW_SHAPES.items() if shape == "(B, P)")
+_COMPLETION_KEYS = frozenset(key for key, shape in ROW_SHAPES.items() if "(B, C)" in shape)
 TOKEN_TYPE_KEYS = ("token_type_ids", "mm_token_type_ids")
 SCALARS = frozenset({"num_items_in_batch"})
 IMAGE_KEYS = frozenset(
@@ -89,6 +91,28 @@ def select_rows(batch: Mapping[str, object], rows: Sequence[int]) -> dict[str, o
         else:
             selected[key] = [value[row] for row in rows]
     return selected
+
+
+def widen_columns(batch: Mapping[str, object], prompt_width: int, completion_width: int) -> dict[str, object]:
+    """Pads the columns of a batch, prompts on the left and completions on the right, with entries that are masked.
+
+    An importance ratio is padded with 1, and stays as it is where it has one value per row.
+    """
+    own_completion_width = batch["completion_mask"].size(1)
+    widened = {}
+    for key, value in batch.items():
+        if key in _PROMPT_KEYS:
+            value = torch.nn.functional.pad(value, (prompt_width - value.size(1), 0))
+        elif (
+            key in _COMPLETION_KEYS
+            and value is not None
+            and value.dim() == 2
+            and value.size(1) == own_completion_width
+        ):
+            fill = 1 if key == "importance_sampling_ratio" else 0
+            value = torch.nn.functional.pad(value, (0, completion_width - own_completion_width), value=fill)
+        widened[key] = value
+    return widened
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ widens no micro-batch. So some optimum is contiguous in the length-sorted rows, 
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import count, pairwise, zip_longest
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,98 @@ def plan_micro_batches(
     )
 
 
+def plan_ranks(
+    lengths: Sequence[int],
+    ranks: int,
+    token_budget: int | None,
+    *,
+    overhead_tokens: int,
+    pad_to_multiple_of: int | None = None,
+    min_micro_batches: int = 1,
+) -> tuple[MicroBatchPlan, ...]:
+    """Spreads rows over ranks that run their micro-batches in lockstep: all wait for the slowest one at each position.
+
+    Micro-batches are planned over the rows of all ranks, sorted by their forwarded tokens and dealt, so that those at
+    one position cost alike. How much is waited then depends on how far the costs lie apart, so plans are made under
+    several caps up to the budget and the one with the shortest critical path is kept.
+
+    Args:
+        lengths (`Sequence[int]`): Real tokens of each row of all ranks.
+        ranks (`int`): Number of ranks; must divide the number of rows.
+        token_budget, overhead_tokens, pad_to_multiple_of: As in [`plan_micro_batches`].
+        min_micro_batches (`int`, *optional*, defaults to `1`): Least number of micro-batches of each rank.
+
+    Returns:
+        `tuple` of [`MicroBatchPlan`]: one per rank, with indices into `lengths`, all with as many micro-batches.
+
+    Raises:
+        `TypeError`, `ValueError`: as [`plan_micro_batches`]; also if `ranks` does not divide the number of rows.
+    """
+    check_int("ranks", ranks, at_least=1)
+    if len(lengths) % ranks:
+        raise ValueError(f"`ranks`={ranks} does not divide the {len(lengths)} rows; every rank must bring as many.")
+    if not lengths:
+        return (MicroBatchPlan((), (), 0),) * ranks
+    multiple = pad_to_multiple_of or 1
+    longest = -(-max(lengths) // multiple) * multiple
+    cap = float(sum(lengths) * multiple if token_budget is None else token_budget)
+
+    candidates = []
+    for _ in range(8):
+        at_least = ranks * min_micro_batches
+        while True:
+            plan = plan_micro_batches(
+                lengths,
+                int(cap),
+                overhead_tokens=overhead_tokens,
+                pad_to_multiple_of=pad_to_multiple_of,
+                min_micro_batches=min(at_least, len(lengths)),
+            )
+            if len(plan) % ranks == 0:
+                break
+            at_least = -(-len(plan) // ranks) * ranks
+        dealt = _deal(plan, lengths, ranks)
+        candidates.append((critical_path_tokens(dealt) + overhead_tokens * len(dealt[0]), len(candidates), dealt))
+        if cap <= longest:
+            break
+        cap = max(longest, cap / 2**0.5)
+    plans = min(candidates)[2]
+    if token_budget is None:
+        return plans
+    oversized = [sum(width > token_budget for width in plan.padded_lengths) for plan in plans]
+    return tuple(replace(plan, oversized_rows=rows) for plan, rows in zip(plans, oversized, strict=True))
+
+
+def critical_path_tokens(plans: Sequence[MicroBatchPlan]) -> int:
+    """Forwarded tokens of the slowest rank at each position, summed: how long ranks in lockstep take."""
+    costs = [[len(rows) * width for rows, width in zip(p, p.padded_lengths, strict=True)] for p in plans]
+    return sum(max(position) for position in zip_longest(*costs, fillvalue=0))
+
+
+def _deal(plan: MicroBatchPlan, lengths: Sequence[int], ranks: int) -> tuple[MicroBatchPlan, ...]:
+    """Micro-batches of like cost to all ranks at once, the larger ones to the rank that has least so far."""
+    dealt = sorted(
+        zip(plan.micro_batches, plan.padded_lengths, strict=True),
+        key=lambda item: len(item[0]) * item[1],
+        reverse=True,
+    )
+    hands = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for first in range(0, len(dealt), ranks):
+        order = sorted(range(ranks), key=totals.__getitem__)
+        for rank, (rows, width) in zip(order, dealt[first : first + ranks], strict=True):
+            hands[rank].append((rows, width))
+            totals[rank] += len(rows) * width
+    return tuple(
+        MicroBatchPlan(
+            micro_batches=tuple(rows for rows, _ in hand),
+            padded_lengths=tuple(width for _, width in hand),
+            real_tokens=sum(lengths[row] for rows, _ in hand for row in rows),
+        )
+        for hand in hands
+    )
+
+
 def check_token_budget(token_budget: int | None, pad_to_multiple_of: int | None = None) -> None:
     """Raises `TypeError` or `ValueError` unless `token_budget` is `None` or a usable number of tokens."""
     if token_budget is None:
@@ -152,8 +244,13 @@ def _least_cost_cuts(widths: list[int], token_budget: int | None, overhead_token
         return _even_out(fewest, widths)
     most = list(range(len(widths) + 1))  # splitting never forwards more tokens, so at charge 0 all rows alone is best
     low, high = 0, overhead_tokens
-    while high - low > 1:
-        charge = (low + high) // 2
+    charge, cuts = overhead_tokens, fewest
+    for probe in count():
+        if high - low <= 1:
+            break
+        # The count of spans falls about as the root of the charge. Bisection bounds the search where that misleads.
+        guess = charge * (len(cuts) - 1) ** 2 // at_least**2
+        charge = min(max(guess, low + 1), high - 1) if probe < 6 else (low + high) // 2
         cuts = _cheapest_cuts(widths, earliest_starts, charge)
         if len(cuts) - 1 >= at_least:
             low, most = charge, cuts
