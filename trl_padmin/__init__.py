@@ -21,6 +21,10 @@ _EXPORTS = {
     "PaddingStats": ("stats", "PaddingStats"),
     "PadminGRPOConfig": ("config", "PadminGRPOConfig"),
     "PadminGRPOTrainer": ("trainer", "PadminGRPOTrainer"),
+    "PadminRLOOConfig": ("config", "PadminRLOOConfig"),
+    "PadminRLOOTrainer": ("trainer", "PadminRLOOTrainer"),
+    "RLOOConfig": ("config", "PadminRLOOConfig"),
+    "RLOOTrainer": ("trainer", "PadminRLOOTrainer"),
     "TRLContractError": ("compat", "TRLContractError"),
     "plan_micro_batches": ("planning", "plan_micro_batches"),
 }

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import transformers
 from torch import nn
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 from .layout import unknown_keys
 
@@ -27,6 +27,7 @@ LOSS_DENOMINATORS = {
     "dr_grpo": "rows",
     "luspo": "rows",
     "bnpo": "tokens",
+    "rloo": "rows",  # `RLOOTrainer`, which has no `loss_type`
 }
 
 # Metrics of TRL that are a mean over rows, not over tokens. Clip ratios are one value per row in sequence mode.
@@ -41,7 +42,7 @@ _METHODS = {
     "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
     "training_step": ("model", "inputs", "num_items_in_batch"),
 }
-_ATTRIBUTES = ("_step", "_buffered_inputs", "_metrics", "_current_train_step_time", "loss_type", "accelerator")
+_ATTRIBUTES = ("_step", "_buffered_inputs", "_metrics", "_current_train_step_time", "accelerator")
 
 
 class TRLContractError(RuntimeError):
@@ -101,14 +102,48 @@ def check_trainer(trainer: transformers.Trainer) -> None:
             )
 
 
-def check_loss_type(loss_type: str) -> None:
-    """Raises [`TRLContractError`] unless we know what divides the loss."""
+def _own_loss(trainer_class: type) -> type | None:
+    """The TRL trainer whose loss a trainer class computes, or `None` if it is a loss of a subclass."""
+    if trainer_class._compute_loss is RLOOTrainer._compute_loss:
+        return RLOOTrainer
+    return GRPOTrainer if trainer_class._compute_loss is GRPOTrainer._compute_loss else None
+
+
+def loss_denominator(trainer_class: type, config: object) -> str | None:
+    """What divides the loss of a trainer class, see [`LOSS_DENOMINATORS`]; `None` if the loss is not TRL's.
+
+    Raises:
+        [`TRLContractError`]: the loss is TRL's, but we do not know what divides it.
+    """
+    own = _own_loss(trainer_class)
+    if own is None:
+        return None
+    loss_type = "rloo" if own is RLOOTrainer else config.loss_type
     if loss_type not in LOSS_DENOMINATORS:
         raise _contract_error(
             f"loss_type={loss_type!r}",
             "is not a loss we know how to split into micro-batches",
             f"Choose one of {', '.join(LOSS_DENOMINATORS)}, or install a newer trl_padmin.",
         )
+    return LOSS_DENOMINATORS[loss_type]
+
+
+def _changes_the_loss(trainer_class: type) -> type | None:
+    """The class, other than TRL's and our own, that overrides `compute_loss`, through which a loss passes."""
+    known = (GRPOTrainer, RLOOTrainer, transformers.Trainer)
+    return next(
+        (
+            base
+            for base in trainer_class.__mro__
+            if "compute_loss" in vars(base) and base not in known and not base.__module__.startswith(__package__)
+        ),
+        None,
+    )
+
+
+def ratio_per_row(trainer: transformers.Trainer) -> bool:
+    """Whether an importance ratio, and hence what is logged of it, belongs to a row and not to a token."""
+    return getattr(trainer.args, "importance_sampling_level", "sequence") == "sequence"  # RLOO has but this one
 
 
 def check_batch(batch: Mapping[str, object]) -> None:
@@ -125,8 +160,11 @@ def check_batch(batch: Mapping[str, object]) -> None:
 
 def why_not_separable(trainer: transformers.Trainer) -> str | None:
     """Why the loss of a window is not a weighted sum over rows, so that stock's micro-batches stay; or `None`."""
-    if type(trainer)._compute_loss is not GRPOTrainer._compute_loss:
-        return "`_compute_loss` is not TRL's own"
+    if _own_loss(type(trainer)) is None:
+        return f"`_compute_loss` of `{type(trainer).__name__}` is not that of `GRPOTrainer` or `RLOOTrainer`"
+    changed = _changes_the_loss(type(trainer))
+    if changed is not None:
+        return f"`{changed.__name__}.compute_loss` may add to the loss"
     if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
         return "`top_entropy_quantile` < 1 selects tokens by a quantile over the micro-batch"
     if getattr(trainer, "_entropy_bonus_enabled", False):

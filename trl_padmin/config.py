@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
-from trl import GRPOConfig
+from trl import GRPOConfig, RLOOConfig
 
 from .planning import check_int, check_token_budget
 
@@ -70,4 +70,17 @@ class PadminGRPOConfig(PaddingMinimizationOptions, GRPOConfig):
 
     def __post_init__(self):
         super().__post_init__()  # first: it turns a `pad_to_multiple_of` of "auto" or "64" into a number or `None`
+        self.check_padding_options(self.pad_to_multiple_of)
+
+
+@dataclass
+class PadminRLOOConfig(PaddingMinimizationOptions, RLOOConfig):
+    """[`trl.RLOOConfig`] with the options of padding minimization.
+
+    Every argument of `trl.RLOOConfig` keeps its place, name and default; ours are keywords:
+    [`PaddingMinimizationOptions`].
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
         self.check_padding_options(self.pad_to_multiple_of)

@@ -22,6 +22,7 @@ ROW_SHAPES = {
     "tool_mask": "(B, C)",
     "advantages": "(B,) or (B, C)",
     "old_per_token_logps": "(B, C)",
+    "old_logps": "(B,)",
     "ref_per_token_logps": "(B, C)",
     "sampling_per_token_logps": "(B, C)",
     "importance_sampling_ratio": "(B, C) or (B, 1)",

@@ -11,16 +11,15 @@ completion of the generation batch. Here is where that changes:
 Generation, shuffling, random state, the optimizer and the loss itself are TRL's and transformers'.
 """
 
-import inspect
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 from . import compat
 from .config import PaddingMinimizationOptions
@@ -71,13 +70,13 @@ class PaddingMinimizationMixin:
 
     def __init__(self, *args, **kwargs):
         behind = type(self).__mro__[type(self).__mro__.index(PaddingMinimizationMixin) + 1]
-        config = inspect.signature(behind.__init__).bind_partial(self, *args, **kwargs).arguments.get("args")
+        config = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, TrainingArguments)), None)
         options = PaddingMinimizationOptions.of(config)
         self._padding = _State(options)
         if options.padding_minimization:
             compat.check_trainer_class(behind)
             if config is not None:
-                compat.check_loss_type(config.loss_type)
+                compat.loss_denominator(type(self), config)
         super().__init__(*args, **kwargs)
         if not options.padding_minimization:
             return
@@ -86,7 +85,7 @@ class PaddingMinimizationMixin:
             logger.info("The model has no router, so its auxiliary loss is off (stock TRL raises an IndexError here).")
         reason = compat.why_not_separable(self)
         if reason is None:
-            self._padding.denominator = compat.LOSS_DENOMINATORS[self.loss_type]
+            self._padding.denominator = compat.loss_denominator(type(self), self.args)
         else:
             logger.warning(f"Rows stay in stock TRL's micro-batches and only padding is cut, because {reason}.")
 
@@ -272,7 +271,7 @@ class PaddingMinimizationMixin:
     def _end_window(self) -> None:
         """Logs what the micro-batches of the window logged, pooled, and what padding it cost."""
         state = self._padding
-        sequence_level = self.args.importance_sampling_level == "sequence"
+        sequence_level = compat.ratio_per_row(self)
         metrics, (policy, scoring) = pool_window(
             state.observations,
             [state.policy_stats, state.scoring_stats],
@@ -300,3 +299,7 @@ class PadminGRPOTrainer(PaddingMinimizationMixin, GRPOTrainer):
     trainer.padding_stats
     ```
     """
+
+
+class PadminRLOOTrainer(PaddingMinimizationMixin, RLOOTrainer):
+    """[`trl.RLOOTrainer`] without the padding; see [`PadminGRPOTrainer`], and [`PadminRLOOConfig`] for `args`."""
