@@ -208,12 +208,12 @@ def test_step_time_covers_every_micro_batch():
     slow = []
 
     class Slow(PadminGRPOTrainer):
-        def compute_loss(self, *args, **kwargs):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
             import time
 
             time.sleep(0.05)
             slow.append(1)
-            return super().compute_loss(*args, **kwargs)
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     result = run(
         Slow,
