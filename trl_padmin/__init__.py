@@ -27,6 +27,7 @@ _EXPORTS = {
     "RLOOTrainer": ("trainer", "PadminRLOOTrainer"),
     "TRLContractError": ("compat", "TRLContractError"),
     "plan_micro_batches": ("planning", "plan_micro_batches"),
+    "plot_padding": ("plotting", "plot_padding"),
 }
 
 __all__ = list(_EXPORTS)

@@ -40,6 +40,7 @@ class _State:
     options: PaddingMinimizationOptions
     denominator: str | None = None  # of the loss; `None` keeps stock's micro-batches
     generation: GenerationBatch | None = None
+    last_window: tuple[Segment, list[RowLengths]] | None = None  # and the forwards planned for it, for `plot_padding`
     steps: list[list[MicroBatch]] = field(default_factory=list)  # planned and still to run
     steps_into_window: int = 0
     running: MicroBatch | None = None
@@ -231,6 +232,7 @@ class PaddingMinimizationMixin:
 
             state.steps = segment.micro_batches(self._agree(propose, pools))
             forwards = [micro_batch.lengths for step in state.steps for micro_batch in step]
+            state.last_window = segment, forwards
             state.policy_stats += self._stats(forwards, segment.width)
             if not state.proof_printed and self.is_world_process_zero():
                 print(f"{state.policy_stats} per rank")
