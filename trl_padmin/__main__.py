@@ -11,6 +11,7 @@ from importlib import import_module
 # Command: module, what it is for.
 COMMANDS = {
     "env": ("compat", "print the versions that a bug report needs"),
+    "run": ("launcher", "run a script, unchanged, with TRL's trainers replaced by ours"),
     "estimate": ("estimate", "tell from row lengths what a run of yours would save; needs no GPU and no model"),
 }
 

@@ -45,9 +45,12 @@ class PaddingMinimizationOptions:
     )
 
     @classmethod
-    def of(cls, config: object | None) -> "PaddingMinimizationOptions":
-        """The options of any config, checked; defaults for those it does not have."""
-        options = cls(**{f.name: getattr(config, f.name, f.default) for f in fields(cls)})
+    def of(
+        cls, config: object | None, defaults: "PaddingMinimizationOptions | None" = None
+    ) -> "PaddingMinimizationOptions":
+        """The options of any config, checked; those of `defaults`, or ours, where it has none."""
+        defaults = defaults or cls()
+        options = cls(**{f.name: getattr(config, f.name, getattr(defaults, f.name)) for f in fields(cls)})
         options.check_padding_options(getattr(config, "pad_to_multiple_of", None))
         return options
 

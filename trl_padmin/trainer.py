@@ -69,10 +69,12 @@ class PaddingMinimizationMixin:
         [`TRLContractError`]: TRL is not as we know it, or the loss or a batch entry is unknown.
     """
 
+    padding_defaults: PaddingMinimizationOptions | None = None  # for a config without our options
+
     def __init__(self, *args, **kwargs):
         behind = type(self).__mro__[type(self).__mro__.index(PaddingMinimizationMixin) + 1]
         config = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, TrainingArguments)), None)
-        options = PaddingMinimizationOptions.of(config)
+        options = PaddingMinimizationOptions.of(config, self.padding_defaults)
         self._padding = _State(options)
         if options.padding_minimization:
             compat.check_trainer_class(behind)
@@ -302,6 +304,10 @@ class PadminGRPOTrainer(PaddingMinimizationMixin, GRPOTrainer):
     ```
     """
 
+    _tag_names = [*GRPOTrainer._tag_names, "trl-padmin"]  # in the model card
+
 
 class PadminRLOOTrainer(PaddingMinimizationMixin, RLOOTrainer):
     """[`trl.RLOOTrainer`] without the padding; see [`PadminGRPOTrainer`], and [`PadminRLOOConfig`] for `args`."""
+
+    _tag_names = [*RLOOTrainer._tag_names, "trl-padmin"]
