@@ -46,9 +46,27 @@ _PACKED_KEYS = {
 
 
 @dataclass(frozen=True)
-class _PadToken:
+class PadToken:
+    """What the parent pads with, where its mask may take padding for real tokens."""
+
     id: int
     may_be_eos: bool
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """A batch without its padding, and what a trainer must know to put its rows into other batches.
+
+    Args:
+        batch (`Mapping[str, object]`): What [`minimize_padding`] returns.
+        columns (`tuple[str, ...]`): Its entries with one value per token.
+        lengths (`torch.Tensor` of shape `(B,)` or `None`): Columns that each row needs; the rest of a row may be cut.
+            `None` if rows are not separate sequences of a causal model, such as packed ones.
+    """
+
+    batch: Mapping[str, object]
+    columns: tuple[str, ...] = ()
+    lengths: torch.Tensor | None = None
 
 
 def minimize_padding(
@@ -91,7 +109,7 @@ def minimize_padding(
     ```
     """
     _check_options(pad_to_multiple_of, padding_side)
-    return _minimize(batch, pad_to_multiple_of, padding_side, None)
+    return narrow(batch, pad_to_multiple_of, padding_side).batch
 
 
 class PaddingMinimizingCollator:
@@ -127,7 +145,7 @@ class PaddingMinimizingCollator:
     def __call__(self, features: Sequence[object]) -> Mapping[str, object]:
         batch = self.inner(features)
         pad = _unmasked_pad(self.inner, features, batch)
-        return _minimize(batch, self.pad_to_multiple_of, self.padding_side, pad)
+        return narrow(batch, self.pad_to_multiple_of, self.padding_side, pad).batch
 
 
 class _Minimizing:
@@ -140,7 +158,8 @@ class _Minimizing:
 
     def __call__(self, features, *args, **kwargs):
         batch = super().__call__(features, *args, **kwargs)
-        return _minimize(batch, self.pad_to_multiple_of, self.padding_side, _unmasked_pad(self, features, batch))
+        pad = _unmasked_pad(self, features, batch)
+        return narrow(batch, self.pad_to_multiple_of, self.padding_side, pad).batch
 
 
 @dataclass
@@ -209,29 +228,38 @@ def _check_options(pad_to_multiple_of: int | None, padding_side: str) -> None:
         raise ValueError(f'`padding_side`={padding_side!r} is not known; choose "right" or "keep".')
 
 
-def _unmasked_pad(collator: Callable, features: Sequence[object], batch: Mapping[str, object]) -> _PadToken | None:
+def _unmasked_pad(collator: Callable, features: Sequence[object], batch: Mapping[str, object]) -> PadToken | None:
     """The collator's pad token, if the attention mask cannot know which tokens of `features` are padding."""
-    if batch.get("attention_mask") is not None:
+    if batch.get("attention_mask") is not None and not ignores_masks(collator):
         first = features[0] if isinstance(features, Sequence) and features else None
-        if not isinstance(first, Mapping) or "input_ids" not in first:
+        if not isinstance(first, Mapping) or "input_ids" not in first or "attention_mask" in first:
             return None
-        if "attention_mask" in first and not isinstance(collator, SFTDataCollatorForLanguageModeling):
-            return None
+    return pad_token(collator)
+
+
+def ignores_masks(collator: Callable) -> bool:
+    """Whether a collator marks all tokens of a row as real, whatever the data set's mask says."""
+    return isinstance(getattr(collator, "inner", collator), SFTDataCollatorForLanguageModeling)
+
+
+def pad_token(collator: Callable) -> PadToken | None:
+    """What a collator pads with, if it tells."""
+    collator = getattr(collator, "inner", collator)
     tokenizer = getattr(collator, "tokenizer", None)
     pad = getattr(collator if tokenizer is None else tokenizer, "pad_token_id", None)
     eos = getattr(tokenizer, "eos_token_id", None)
-    return None if pad is None else _PadToken(pad, may_be_eos=eos is None or eos == pad)
+    return None if pad is None else PadToken(pad, may_be_eos=eos is None or eos == pad)
 
 
-def _minimize(
-    batch: Mapping[str, object], multiple: int | None, padding_side: str, pad: _PadToken | None
-) -> Mapping[str, object]:
-    """[`minimize_padding`]; `pad` is the pad token if the mask may take padding for real tokens."""
+def narrow(
+    batch: Mapping[str, object], multiple: int | None = None, padding_side: str = "right", pad: PadToken | None = None
+) -> Narrowed:
+    """[`minimize_padding`], with the lengths of the rows; `pad` if the mask may take padding for real tokens."""
     if _PACKED_KEYS & batch.keys():
-        return batch
+        return Narrowed(batch)
     columns, decoder_columns = _columns(batch)
     if _holds_several_sequences(batch):
-        return batch
+        return Narrowed(batch)
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     labels = batch["labels"] if "labels" in columns else torch.full_like(ids, -100)
     scored = labels != -100
@@ -259,18 +287,22 @@ def _minimize(
     if not may_cut_left and not decoder_columns and not alive[:, 0].all():
         logger.warning_once("`labels` are not the ids of their columns, so padding on the left is not moved.")
 
-    order = _kept(alive, multiple, move=may_cut_left and padding_side == "right", cut_left=may_cut_left)
-    orders = dict.fromkeys(columns, order)
+    move = may_cut_left and padding_side == "right"
+    first, end = _ends(alive)
+    orders = dict.fromkeys(columns, _kept(first, end, alive.size(1), multiple, move=move, cut_left=may_cut_left))
     ends = {"labels": -100, "decoder_attention_mask": 0}
     used = [batch[key] != ends[key] for key in decoder_columns if key in ends]
     if used:
         # A decoder is causal: nothing sees what follows the last scored token, but what precedes the first is seen.
-        order = _kept(torch.stack(used).any(dim=0), multiple, move=False, cut_left=False)
+        used = torch.stack(used).any(dim=0)
+        order = _kept(*_ends(used), used.size(1), multiple, move=False, cut_left=False)
         orders |= dict.fromkeys(decoder_columns, order)
     minimized = copy.copy(batch)
     for key, order in orders.items():
         minimized[key] = batch[key].gather(1, order)
-    return minimized
+    separable = not decoder_columns and padding_side == "right"
+    lengths = (end - first if move else end).clamp(min=0).squeeze(1) if separable else None
+    return Narrowed(minimized, tuple(columns), lengths)
 
 
 def _columns(batch: Mapping[str, object]) -> tuple[list[str], list[str]]:
@@ -338,7 +370,7 @@ def _holds_several_sequences(batch: Mapping[str, object]) -> bool:
 
 
 def _without_unmasked_tail(
-    alive: torch.Tensor, scored: torch.Tensor, ids: torch.Tensor, pad: _PadToken
+    alive: torch.Tensor, scored: torch.Tensor, ids: torch.Tensor, pad: PadToken
 ) -> torch.Tensor:
     """Takes the pad tokens at the end of a row that are not scored for dead; all are `(B, L)`."""
     tail = ((ids == pad.id) & ~scored).flip(1).cumprod(dim=1).flip(1).bool()
@@ -361,16 +393,16 @@ def _ends(alive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return first, end
 
 
-def _kept(alive: torch.Tensor, multiple: int | None, *, move: bool, cut_left: bool) -> torch.Tensor:
+def _kept(
+    first: torch.Tensor, end: torch.Tensor, width: int, multiple: int | None, *, move: bool, cut_left: bool
+) -> torch.Tensor:
     """The columns that each row keeps, in order, `(B, W)`."""
-    width = alive.size(1)
-    first, end = _ends(alive)
     start = int(first.min()) if cut_left and not move else 0
     needed = int((end - first).max()) if move else int(end.max()) - start
     multiple = multiple or 1
     # At least 2, because a score needs a token and its successor.
     kept = min(width, -(-max(2, needed) // multiple) * multiple)
     start = min(start, width - kept)
-    columns = torch.arange(start, start + kept, device=alive.device).expand(len(alive), kept)
+    columns = torch.arange(start, start + kept, device=end.device).expand(len(end), kept)
     # Rotating a row up to its last token puts its padding on the left behind that, as the sort of `TokensFirst` does.
     return torch.where(columns < end, (columns + first) % end.clamp(min=1), columns) if move else columns

@@ -4,7 +4,7 @@ import argparse
 import inspect
 import platform
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 
@@ -73,14 +73,14 @@ def _contract_error(member: str, problem: str, remedy: str) -> TRLContractError:
     return TRLContractError(f"`{member}` {problem}. {remedy} `padding_minimization=False` runs stock TRL. ({found})")
 
 
-def check_trainer_class(trainer_class: type) -> None:
-    """Checks the methods that we override and call, before any model is loaded.
+def check_trainer_class(trainer_class: type, methods: Mapping[str, Sequence[str]] = _METHODS) -> None:
+    """Checks the methods that we override and call, with their parameters, before any model is loaded.
 
     Raises:
         [`TRLContractError`]: a method is missing or takes other parameters than those we know.
     """
     remedy = "Install a TRL release that this version of trl_padmin knows (1.0 to 1.16), or a newer trl_padmin."
-    for name, parameters in _METHODS.items():
+    for name, parameters in methods.items():
         method = getattr(trainer_class, name, None)
         if method is None:
             raise _contract_error(f"{trainer_class.__name__}.{name}", "is missing", remedy)
@@ -128,14 +128,13 @@ def loss_denominator(trainer_class: type, config: object) -> str | None:
     return LOSS_DENOMINATORS[loss_type]
 
 
-def _changes_the_loss(trainer_class: type) -> type | None:
-    """The class, other than TRL's and our own, that overrides `compute_loss`, through which a loss passes."""
-    known = (GRPOTrainer, RLOOTrainer, transformers.Trainer)
+def overriding_class(trainer_class: type, method: str, known: Collection[type]) -> type | None:
+    """The first class of a trainer class, other than the known ones and our own, that overrides a method."""
     return next(
         (
             base
             for base in trainer_class.__mro__
-            if "compute_loss" in vars(base) and base not in known and not base.__module__.startswith(__package__)
+            if method in vars(base) and base not in known and not base.__module__.startswith(__package__)
         ),
         None,
     )
@@ -162,7 +161,7 @@ def why_not_separable(trainer: transformers.Trainer) -> str | None:
     """Why the loss of a window is not a weighted sum over rows, so that stock's micro-batches stay; or `None`."""
     if _own_loss(type(trainer)) is None:
         return f"`_compute_loss` of `{type(trainer).__name__}` is not that of `GRPOTrainer` or `RLOOTrainer`"
-    changed = _changes_the_loss(type(trainer))
+    changed = overriding_class(type(trainer), "compute_loss", (GRPOTrainer, RLOOTrainer, transformers.Trainer))
     if changed is not None:
         return f"`{changed.__name__}.compute_loss` may add to the loss"
     if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
