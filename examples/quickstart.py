@@ -220,9 +220,10 @@ def train(name: str, path: str, dataset: Dataset, rollouts: dict[str, list], arg
 
 
 def relative_difference(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference of two gradients, relative to the norm of stock's."""
-    error = torch.stack([(ours[name] - stock[name]).double().norm() for name in stock]).norm()
-    return (error / torch.stack([gradient.double().norm() for gradient in stock.values()]).norm()).item()
+    """Norm of the difference of two gradients, relative to the norm of stock's unless that is 0."""
+    error = torch.stack([(ours[name] - stock[name]).double().norm() for name in stock]).norm().item()
+    scale = torch.stack([gradient.double().norm() for gradient in stock.values()]).norm().item()
+    return error / scale if scale else error
 
 
 def figures(runs: dict[str, list[Meter]]) -> dict[str, list]:
