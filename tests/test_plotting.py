@@ -60,8 +60,10 @@ def test_a_trainer_shows_the_forwards_that_it_ran(trained, tmp_path):
     assert [sum(bar) for bar in bars(ours)] == [forward["ids"].numel() for forward in last_window]
     assert [real for real, _ in bars(ours)] == [int(forward["mask"].sum()) for forward in last_window]
     assert sum(map(sum, bars(stock))) == 8 * (max(PROMPTS) + max(COMPLETIONS))
-    plot_padding(result.trainer).savefig(tmp_path / "padding.png")
-    assert (tmp_path / "padding.png").read_bytes().startswith(b"\x89PNG")
+    figure = plot_padding(result.trainer)
+    figure.savefig(tmp_path / "padding.png")
+    for png in ((tmp_path / "padding.png").read_bytes(), figure._repr_png_()):  # the latter is what Jupyter shows
+        assert png.startswith(b"\x89PNG")
 
 
 def test_metrics_are_in_tensorboard_and_in_the_trainer_state(trained):

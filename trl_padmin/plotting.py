@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from typing import TYPE_CHECKING
 
 from .planning import check_int, plan_micro_batches
@@ -19,21 +20,26 @@ REAL_COLOR, PAD_COLOR = "#2a6f97", "#f4a259"
 Shape = tuple[int, int, int]
 
 
-def require_matplotlib():
-    """`matplotlib.figure`, or an error that says how to get it."""
-    try:
-        import matplotlib.figure
-    except ImportError as error:
-        raise ImportError("Plots need matplotlib: `pip install trl-padmin[plot]`.") from error
-    return matplotlib.figure
-
-
 def new_figure(width_in: float, height_in: float) -> Figure:
     """A figure that belongs to no backend, so that drawing needs no display and changes no global state.
 
     Jupyter shows it as the value of a cell, and `figure.savefig` writes it.
+
+    Raises:
+        `ImportError`: matplotlib is not installed.
     """
-    return require_matplotlib().Figure(figsize=(width_in, height_in), layout="constrained", dpi=100)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("Plots need matplotlib: `pip install trl-padmin[plot]`.") from error
+
+    class ShownFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            png = BytesIO()
+            self.savefig(png, format="png")
+            return png.getvalue()
+
+    return ShownFigure(figsize=(width_in, height_in), layout="constrained", dpi=100)
 
 
 def plot_padding(
@@ -70,7 +76,6 @@ def plot_padding(
     plot_padding([(21, 80), (19, 75), (23, 700), (20, 90)], batch_size=2)
     ```
     """
-    require_matplotlib()
     if hasattr(source, "padding_stats"):
         stock, ours = _shapes_of_trainer(source)
     else:

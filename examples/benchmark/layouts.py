@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def scaled_overhead(self) -> int:
-        return max(1, round(self.overhead_tokens / self.scale))
+        return round(self.overhead_tokens / self.scale)
 
 
 def group_rows(layout: str, lengths: Sequence[int], stock_width: int, setting: Setting) -> Groups:

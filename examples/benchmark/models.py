@@ -41,8 +41,8 @@ MODELS = {
     "qwen2-30m": Model("qwen2", _SMALL | {"num_hidden_layers": 9}, scale=32, device="cpu"),
     "jamba-30m": Model(
         "jamba",
-        _SMALL | _JAMBA | {"num_hidden_layers": 8, "attn_layer_period": 8, "attn_layer_offset": 4},
-        scale=32,
+        _SMALL | _JAMBA | {"mamba_d_state": 8, "num_hidden_layers": 8, "attn_layer_period": 8, "attn_layer_offset": 4},
+        scale=64,
         device="cpu",
     ),
     "qwen2.5-7b": Model(
