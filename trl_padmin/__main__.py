@@ -13,6 +13,7 @@ COMMANDS = {
     "env": ("compat", "print the versions that a bug report needs"),
     "run": ("launcher", "run a script, unchanged, with TRL's trainers replaced by ours"),
     "estimate": ("estimate", "tell from row lengths what a run of yours would save; needs no GPU and no model"),
+    "probe": ("probe", "measure on a model of yours which layouts it scores right"),
 }
 
 

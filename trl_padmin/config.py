@@ -18,6 +18,8 @@ class PaddingMinimizationOptions:
         overhead_tokens (`int`, *optional*, defaults to `128`): What one more micro-batch costs, in forwarded tokens.
         balance_across_ranks (`bool`, *optional*, defaults to `True`): Whether rows of one window may move between
             ranks.
+        probe (`bool`, *optional*, defaults to `False`): Whether to measure at start which layouts the model scores
+            right, see [`probe_architecture`].
     """
 
     padding_minimization: bool = field(
@@ -43,6 +45,13 @@ class PaddingMinimizationOptions:
         default=True,
         metadata={"help": "Whether rows of one optimizer step may move between ranks, so that no rank waits."},
     )
+    probe: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to score a few short rows at start, left-padded, tokens first and each alone, and print "
+            "which layouts the model scores right."
+        },
+    )
 
     @classmethod
     def of(
@@ -56,7 +65,7 @@ class PaddingMinimizationOptions:
 
     def check_padding_options(self, pad_to_multiple_of: int | None = None) -> None:
         """Raises `TypeError` or `ValueError` for an option that is out of its range."""
-        for name in ("padding_minimization", "balance_across_ranks"):
+        for name in ("padding_minimization", "balance_across_ranks", "probe"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"`{name}`={getattr(self, name)!r} must be `True` or `False`.")
         check_token_budget(self.token_budget, pad_to_multiple_of)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from .layout import TokensFirst, row_lengths
 
@@ -22,6 +23,14 @@ from .layout import TokensFirst, row_lengths
 # Tokens of the rows to score. They differ, so that every row but the longest gets padding on both sides.
 PROMPTS = (3, 11, 5, 7)
 COMPLETIONS = (9, 2, 17, 4)
+
+# Models that no padding leaves alone, and why.
+_SEES_PADDING = {
+    "cpmant": "it attends to padding",
+    "prophetnet": "its n-gram streams do not mask padding",
+    "reformer": "it sorts all tokens of a row into buckets, padding too",
+}
+_CAUSAL_WITHOUT_SAYING_SO = {"gpt_neox", "gpt_neox_japanese"}  # `is_decoder` means nothing to them
 
 # Below this difference in nats a layout counts as right. In half precision a leak cannot be told from rounding.
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
@@ -81,6 +90,40 @@ class ArchitectureProbe:
         if self.limit > LIMITS[torch.float32]:
             lines.append(f"  {dtype} hides errors below the limit; float32 shows them.")
         return "\n".join(lines)
+
+
+def why_scores_are_in_doubt(config: PretrainedConfig) -> str | None:
+    """Why a model's log-probabilities are not those that its tokens were sampled with, in any layout; or `None`."""
+    text = config.get_text_config(decoder=True)
+    if text.model_type in _SEES_PADDING:
+        return f"scores of `{text.model_type}` depend on padding: {_SEES_PADDING[text.model_type]}"
+    bidirectional = {
+        "is_decoder": getattr(text, "is_decoder", True) is False and text.model_type not in _CAUSAL_WITHOUT_SAYING_SO,
+        "causal": text.model_type == "xlm" and not text.causal,
+        "use_bidirectional_attention": getattr(text, "use_bidirectional_attention", None) in (True, "all"),
+        "model_type": text.model_type == "xlnet",
+    }
+    for name, is_set in bidirectional.items():
+        if is_set:
+            return f"the model is not causal (`{name}`={getattr(text, name)!r}): a token sees those behind it"
+    return None
+
+
+def batch_dependent_rope(config: PretrainedConfig) -> tuple[str, int] | None:
+    """The kind of rotary embedding whose angles follow the longest row, and the width in tokens above which they do.
+
+    Equals `None` for the kinds that give a row the same angles in every batch.
+    """
+    text = config.get_text_config(decoder=True)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    kinds = parameters.values() if all(isinstance(each, dict) for each in parameters.values()) else [parameters]
+    found = []
+    for kind in kinds:
+        if "dynamic" in kind.get("rope_type", ""):
+            found.append((kind["rope_type"], text.max_position_embeddings))
+        elif kind.get("rope_type") == "longrope":
+            found.append(("longrope", kind["original_max_position_embeddings"]))
+    return min(found, key=lambda each: each[1], default=None)
 
 
 def probe_architecture(model: nn.Module, *, gradients: bool = False) -> ArchitectureProbe:
@@ -192,9 +235,6 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--trust_remote_code", action="store_true", help="run the code that comes with the model")
     args = parser.parse_args(argv)
-
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=getattr(torch, args.dtype), trust_remote_code=args.trust_remote_code
     )

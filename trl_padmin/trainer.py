@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import Trainer, TrainingArguments
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 from trl import GRPOTrainer, RLOOTrainer
 
@@ -26,6 +27,7 @@ from .config import PaddingMinimizationOptions
 from .distributed import Observation, agree_on_groups, pool_window
 from .layout import IMAGE_KEYS, TOKEN_TYPE_KEYS, RowLengths, TokensFirst, restore_rows, row_lengths
 from .planning import plan_micro_batches
+from .probe import batch_dependent_rope, probe_architecture, why_scores_are_in_doubt
 from .stats import PaddingStats
 from .window import GenerationBatch, Groups, MicroBatch, Segment, fit_logits, padding_stats, split_up_to
 
@@ -48,6 +50,7 @@ class _State:
     policy_stats: PaddingStats = field(default_factory=PaddingStats)  # of the current window
     scoring_stats: PaddingStats = field(default_factory=PaddingStats)  # since the last window ended
     total_stats: PaddingStats = field(default_factory=PaddingStats)
+    rope: tuple[str, int] | None = None  # kind and context of a rotary embedding that depends on the batch
     scored: tuple[torch.Tensor, RowLengths] | None = None  # last attention mask scored, and its lengths
     proof_printed: bool = False
 
@@ -91,6 +94,25 @@ class PaddingMinimizationMixin:
             self._padding.denominator = compat.loss_denominator(type(self), self.args)
         else:
             logger.warning(f"Rows stay in stock TRL's micro-batches and only padding is cut, because {reason}.")
+        self._check_model()
+
+    def _check_model(self) -> None:
+        """Warns of what no layout gets right, and probes the model if asked for."""
+        state = self._padding
+        doubt = why_scores_are_in_doubt(self.model.config)
+        if doubt is not None:
+            logger.warning(f"In stock TRL as here, {doubt}.")
+        state.rope = batch_dependent_rope(self.model.config)
+        if state.options.probe and is_deepspeed_zero3_enabled():
+            raise NotImplementedError(
+                "`probe`=True needs the whole model on one rank, and ZeRO-3 has cut it up already. Leave the option "
+                "out, and run `trl-padmin probe MODEL` once."
+            )
+        if state.options.probe and self.is_world_process_zero():
+            found = probe_architecture(self.model)
+            print(found)
+            if not found.is_right(found.tokens_first):
+                logger.warning("The model does not score rows as if they were alone; see the probe above.")
 
     @property
     def padding_stats(self) -> PaddingStats:
@@ -111,6 +133,11 @@ class PaddingMinimizationMixin:
         if not self._padding.options.padding_minimization:
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **kwargs)
         lengths = self._lengths_of(attention_mask, logits_to_keep)
+        if self._padding.rope is not None and max(lengths.total) > self._padding.rope[1]:
+            logger.warning_once(
+                "In stock TRL as here, a row's score depends on the longest row of its micro-batch, because the model "
+                f"has `rope_type`={self._padding.rope[0]!r} and rows are longer than {self._padding.rope[1]} tokens."
+            )
         groups = None  # rows that get gradients are a micro-batch already
         if not torch.is_grad_enabled():
             groups = self._scoring_groups(lengths, attention_mask.size(1), logits_to_keep, batch_size, kwargs)
