@@ -3,6 +3,7 @@
 What this does not exercise: accelerate's own launchers for TPUs and DeepSpeed, which start the same command.
 """
 
+import importlib
 import json
 import os
 import random
@@ -371,7 +372,6 @@ def reward(completion_ids, **kwargs):
 """
 
 OPTIONS = {
-    "reward_funcs": "rewards_of_test.reward",
     "dtype": "float32",
     "use_cpu": True,
     "bf16": False,
@@ -383,28 +383,52 @@ OPTIONS = {
     "max_steps": 3,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 4,
+    "learning_rate": 1e-3,
+}
+ONLINE = {
+    "reward_funcs": "rewards_of_test.reward",
     "num_generations": 4,
     "max_completion_length": 64,
     "beta": 0.1,
     "num_iterations": 2,
-    "learning_rate": 1e-3,
 }
 
 
 @pytest.fixture
-def grpo_script(tmp_path, monkeypatch):
-    """Arguments for TRL's script, with a model, data and a reward function in the working directory."""
+def script_arguments(tmp_path, monkeypatch):
+    """Arguments for TRL's scripts, with a model, data and a reward function in the working directory."""
     monkeypatch.chdir(tmp_path)
     harness.tiny_model(dtype=torch.float32).save_pretrained("model")
     harness.tokenizer().save_pretrained("model")
     write(tmp_path / "rewards_of_test.py", REWARDS)
     pick = random.Random(0)
-    prompts = [" ".join(str(pick.randrange(2, harness.VOCAB)) for _ in range(n)) for n in (3, 30, 5, 8, 12, 4, 20, 6)]
-    Path("data").mkdir()
-    Dataset.from_dict({"prompt": prompts}).to_json("data/train.jsonl")
 
-    def arguments(output_dir, **changed):
-        options = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": output_dir, **OPTIONS}
+    def texts(*lengths):
+        return [" ".join(str(pick.randrange(2, harness.VOCAB)) for _ in range(length)) for length in lengths]
+
+    prompts = texts(3, 30, 5, 8, 12, 4, 20, 6)
+    columns = {
+        "online": {"prompt": prompts},
+        "sft": {"text": texts(3, 60, 5, 8, 12, 4, 20, 6, 40, 5, 3, 9, 30, 7, 14, 4)},
+        "dpo": {
+            "prompt": prompts,
+            "chosen": texts(5, 9, 60, 3, 6, 12, 4, 8),
+            "rejected": texts(4, 12, 50, 7, 3, 9, 5, 6),
+        },
+    }
+    for name, data in columns.items():
+        Path(name).mkdir()
+        Dataset.from_dict(data).to_json(f"{name}/train.jsonl")
+
+    def arguments(script, output_dir, **changed):
+        is_online = script not in columns
+        options = {
+            "model_name_or_path": "model",
+            "dataset_name": "online" if is_online else script,
+            "output_dir": output_dir,
+            **OPTIONS,
+            **(ONLINE if is_online else {}),
+        }
         return [part for name, value in (options | changed).items() for part in (f"--{name}", str(value))]
 
     return arguments
@@ -423,8 +447,14 @@ def counts(output_dir):
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
-# Pooled over the tokens of a window, where stock takes the plain mean over its micro-batches; or a time.
-DIFFER = ("clip_ratio/", "entropy", "kl", "step_time", "loss", "grad_norm", "padding/")
+# Pooled over the tokens of a window, where stock takes the plain mean over its micro-batches; a time; or sums of
+# floats, of which the loss and the gradients are compared.
+DIFFER = (
+    *("clip_ratio/", "entropy", "kl", "logits/", "mean_token_accuracy"),
+    "step_time",
+    *("loss", "grad_norm", "logps/", "rewards/chosen", "rewards/rejected", "rewards/margins"),
+    "padding/",
+)
 
 
 def assert_same_training(stock, ours):
@@ -446,22 +476,31 @@ def assert_same_training(stock, ours):
     return tokens
 
 
-def test_trls_own_script(grpo_script, monkeypatch, tmp_path):
-    def run(output_dir, **changed):
+@pytest.fixture
+def run(script_arguments, monkeypatch):
+    """Runs a script of TRL in this process, with the launcher unless its output is called stock."""
+
+    def run_script(script, output_dir, **changed):
         monkeypatch.setenv("COUNTS", f"{output_dir}-counts")
-        monkeypatch.setattr(sys, "argv", ["grpo.py", *grpo_script(output_dir, **changed)])
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *script_arguments(script, output_dir, **changed)])
+        counter = importlib.import_module("rewards_of_test")
         try:
             if output_dir.startswith("stock"):
-                runpy.run_module("trl.scripts.grpo", run_name="__main__", alter_sys=True)
+                runpy.run_module(f"trl.scripts.{script}", run_name="__main__", alter_sys=True)
             else:
-                assert command(["run", "-m", "trl.scripts.grpo", *sys.argv[1:]]) == 0
+                assert command(["run", "-m", f"trl.scripts.{script}", *sys.argv[1:]]) == 0
         finally:
-            sys.modules.pop("rewards_of_test").handle.remove()
+            counter.handle.remove()
+            del sys.modules[counter.__name__]
 
-    run("stock")
-    run("ours")
+    return run_script
+
+
+def test_trls_own_script(run):
+    run("grpo", "stock")
+    run("grpo", "ours")
     assert_same_training("stock", "ours")
-    run("stock-seed", seed=1)
+    run("grpo", "stock-seed", seed=1)
     with pytest.raises(AssertionError):  # control: the comparison sees other rows
         assert_same_training("stock-seed", "ours")
 
@@ -474,22 +513,30 @@ def test_trls_own_script(grpo_script, monkeypatch, tmp_path):
     assert lines[1] == sorted([*lines[0], "- trl-padmin"])
 
     for ours, theirs in (("ours-resumed", "stock"), ("stock-resumed", "ours")):
-        run(ours, resume_from_checkpoint=f"{theirs}/checkpoint-2")
+        run("grpo", ours, resume_from_checkpoint=f"{theirs}/checkpoint-2")
     assert logged("ours-resumed", "loss") == pytest.approx(logged("stock-resumed", "loss"), rel=2e-6)
     assert len(logged("ours-resumed", "loss")) == 3
     assert len(logged("ours-resumed", "padding/pad_frac")) == 1
 
 
+@pytest.mark.parametrize("script", ["rloo", "sft", "dpo"])
+def test_other_scripts_of_trl(script, run, capfd):
+    run(script, "stock")
+    run(script, "ours")
+    assert_same_training("stock", "ours")
+    assert "- trl-padmin" in Path("ours", "README.md").read_text(encoding="utf-8").splitlines()
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_trls_own_script_on_two_ranks(grpo_script, tmp_path):
+def test_trls_own_script_on_two_ranks(script_arguments):
     """Stock through `torchrun`, ours through `accelerate launch -m trl_padmin`."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
     accelerate = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0"
     accelerate = [*accelerate.split(), "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "trl_padmin", "run"]
     for output_dir, launch in (("stock", torchrun), ("ours", [*accelerate, "--overhead_tokens", "64", "-m"])):
         result = subprocess.run(
-            [sys.executable, "-m", *launch, "trl.scripts.grpo", *grpo_script(output_dir)],
+            [sys.executable, "-m", *launch, "trl.scripts.grpo", *script_arguments("grpo", output_dir)],
             env=os.environ | {"COUNTS": f"{output_dir}-counts", "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

@@ -30,6 +30,8 @@ from .config import PaddingMinimizationOptions
 REPLACED = {
     "GRPOTrainer": "PadminGRPOTrainer",
     "RLOOTrainer": "PadminRLOOTrainer",
+    "SFTTrainer": "PadminSFTTrainer",
+    "DPOTrainer": "PadminDPOTrainer",
 }
 
 _installed: PaddingMinimizationOptions | None = None

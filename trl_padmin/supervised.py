@@ -67,10 +67,12 @@ class SupervisedPaddingMinimizationMixin:
             [`~trl_padmin.collators.minimize_padding`].
     """
 
+    padding_defaults: PaddingMinimizationOptions | None = None  # for a config without our options
+
     def __init__(self, *args, **kwargs):
         behind = type(self).__mro__[type(self).__mro__.index(SupervisedPaddingMinimizationMixin) + 1]
         config = inspect.signature(behind.__init__).bind_partial(self, *args, **kwargs).arguments.get("args")
-        options = PaddingMinimizationOptions.of(config)
+        options = PaddingMinimizationOptions.of(config, self.padding_defaults)
         self._padding = _State(options)
         if options.padding_minimization:
             compat.check_trainer_class(behind)
@@ -284,6 +286,8 @@ class PadminSFTTrainer(SupervisedPaddingMinimizationMixin, SFTTrainer):
     ```
     """
 
+    _tag_names = [*SFTTrainer._tag_names, "trl-padmin"]  # in the model card
+
 
 class PadminDPOTrainer(SupervisedPaddingMinimizationMixin, DPOTrainer):
     """[`trl.DPOTrainer`] without the padding; see [`PadminSFTTrainer`], and [`PadminDPOConfig`] for `args`.
@@ -291,3 +295,5 @@ class PadminDPOTrainer(SupervisedPaddingMinimizationMixin, DPOTrainer):
     The sequences of a pair share a micro-batch. `loss_type` must be a mean over pairs: not `"aot"`, `"aot_unpaired"`,
     `"bco_pair"` or `"sft"`, which are left alone.
     """
+
+    _tag_names = [*DPOTrainer._tag_names, "trl-padmin"]
