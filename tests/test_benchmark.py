@@ -19,9 +19,10 @@ sys.path.insert(0, str(FOLDER))
 
 import measure  # noqa: E402
 import models  # noqa: E402
+import report  # noqa: E402
 import run as run_script  # noqa: E402
 from layouts import LAYOUTS, PACKED, Setting, count_tokens, group_rows  # noqa: E402
-from profiles import PROFILES, Profile  # noqa: E402
+from profiles import PROFILES, Profile, trace_hash  # noqa: E402
 
 
 ROWS = PROFILES["gsm8k_blog"].rows(16, seed=5, scale=64)
@@ -153,3 +154,47 @@ def test_figures_are_refused_without_a_commit(tmp_path):
     (tmp_path / "file").write_text("2")
     with pytest.raises(SystemExit, match="changes that are in no commit"):
         run_script.clean_commit(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return report.load()
+
+
+def test_the_page_is_rendered_from_the_committed_json(results):
+    assert report.PAGE.read_text() == report.page(results)
+    for name in ("tokens", "rows", "update", "overhead"):
+        assert f"({name}.png)" in report.PAGE.read_text()
+        assert (FOLDER / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_shows_the_committed_json(results):
+    text = report.README.read_text()
+    assert report.replace_section(text, report.readme_section(results)) == text
+    tampered = text.replace("| 1.02 |", "| 1.01 |")  # negative control
+    assert tampered != text and report.replace_section(tampered, report.readme_section(results)) == text
+
+
+def test_figures_name_their_commit_and_their_rows(results):
+    assert {result["kind"] for result in results.values()} == {"tokens", "overhead", "time"}
+    for name, result in results.items():
+        assert len(result["commit"]) == 40 and result["date"] and result["device"] and result["argv"], name
+        assert result["versions"]["trl"] != "not installed"
+        if result["kind"] == "time":
+            rows = PROFILES[result["profile"]].rows(result["rows"], result["seed"], result["scale"])
+            assert result["trace"] == trace_hash(rows)
+            setting = Setting(result["batch_size"], result["scale"], result["overhead_tokens"])
+            measure.check(result["runs"], rows, PROFILES[result["profile"]], setting, tolerance=1e-3)
+
+
+def test_what_the_figures_must_show(results):
+    """At most 1.03 forwarded per real token, at most 1.05 x the time of each row alone, 95 % of the improvement."""
+    ratio = {layout: report.tokens_ratio(results, "gsm8k_blog", 32, layout)["ratio"] for layout in LAYOUTS}
+    assert ratio["ours"] <= 1.03 < ratio["greedy"] < ratio["stock"] < ratio["config_max"]
+    for name in report.HEADLINE:
+        ours = report.summarize(results[name])["ours"]
+        assert max(ours["update_ratio"]) <= 1.05
+        assert min(ours["time_share"], ours["token_share"]) >= 0.95
+    for profile in PROFILES:  # nowhere more than any other layout that does not need as many micro-batches as rows
+        ratios = [report.tokens_ratio(results, profile, 32, layout)["ratio"] for layout in LAYOUTS]
+        assert ratios[list(LAYOUTS).index("ours")] <= min(ratios[:-1])

@@ -49,7 +49,7 @@ def draw_tokens(results: dict, path: Path) -> None:
         size = 80 if layout == "ours" else 45
         ax.scatter(ratios, range(len(PROFILES)), s=size, color=color, marker=marker, label=NAMES[layout], zorder=3)
     ax.set_xscale("log")
-    _on_log_axis(ax.xaxis, [1, 1.5, 2, 3, 5, 10, 20, 40])
+    _on_log_axis(ax.xaxis, [1, 1.5, 2, 3, 5, 8, 12])
     ax.set_yticks(range(len(PROFILES)), labels=PROFILES)
     ax.invert_yaxis()
     ax.axvline(1, color="0.3", linewidth=0.8, linestyle=":")

@@ -12,13 +12,13 @@ GREEDY_TOKENS = 16384
 
 # Name: what it does. In the order of the tables.
 LAYOUTS = {
-    "config_max": "every row padded to the configured maximum, prompt and completion apart",
-    "stock": "TRL: every row padded to the longest prompt plus the longest completion of the generation batch",
-    "truncate": "TRL's micro-batches, left padding moved to the right, each cut to its longest row",
-    "sorted_fixed": "rows sorted by length, then as many rows in each micro-batch as in TRL's (`group_by_length`)",
-    "greedy": "rows sorted by length, micro-batches filled up to 16k tokens (the blog post's method)",
+    "config_max": "rows padded to the configured maximum, prompt and completion apart",
+    "stock": "stock TRL: every row padded to the longest prompt plus the longest completion of the generation batch",
+    "truncate": "stock micro-batches with left padding moved and cut: each as wide as its longest row",
+    "sorted_fixed": "rows sorted by length into micro-batches of as many rows as TRL's (what `group_by_length` gives)",
+    "greedy": "rows sorted by length and filled into micro-batches of up to 16k tokens (the blog post's method)",
     "ours": "trl_padmin",
-    "row_by_row": "each row alone: no padding at all",
+    "row_by_row": "each row alone: no padding at all, as many micro-batches as rows",
 }
 PACKED = {"packed": "rows joined end to end up to TRL's micro-batch size, FlashAttention: no padding at all"}
 
