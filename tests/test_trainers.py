@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import make_rows, relative_error, run, tiny_model
+from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_padmin import PaddingMinimizationMixin, PadminGRPOTrainer, compat
@@ -137,5 +138,6 @@ def test_overrides_are_found_on_either_side_of_the_mixin(order):
         "mixin in front": (PaddingMinimizationMixin, Override, GRPOTrainer),
         "mixin behind": (Override, PadminGRPOTrainer),
     }[order]
-    assert compat._changes_the_loss(type("Both", bases, {})) is Override
-    assert compat._changes_the_loss(PadminGRPOTrainer) is None
+    stock = (GRPOTrainer, Trainer)
+    assert compat.overriding_class(type("Both", bases, {}), "compute_loss", stock) is Override
+    assert compat.overriding_class(PadminGRPOTrainer, "compute_loss", stock) is None
