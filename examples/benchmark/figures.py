@@ -80,11 +80,11 @@ def draw_rows(results: dict, path: Path) -> None:
     figure.savefig(path)
 
 
-def draw_update(summaries: Mapping[str, dict], path: Path) -> None:
-    """Scoring on top of forward and backward, one bar a layout, one panel a model."""
+def draw_update(runs: Mapping[str, tuple[dict, dict]], path: Path) -> None:
+    """Scoring on top of forward and backward, one bar a layout, one panel a run: its JSON and its summary."""
     figure = new_figure(9, 3.6)
-    axes = figure.subplots(1, len(summaries), sharey=True)
-    for ax, (name, summary) in zip(axes, summaries.items(), strict=True):
+    axes = figure.subplots(1, len(runs), sharey=True)
+    for ax, (result, summary) in zip(axes, runs.values(), strict=True):
         layouts = [layout for layout in LAYOUTS if layout in summary]
         policy = [statistics.median(summary[layout]["policy_s"]) for layout in layouts]
         scoring = [statistics.median(summary[layout]["scoring_s"]) for layout in layouts]
@@ -94,9 +94,8 @@ def draw_update(summaries: Mapping[str, dict], path: Path) -> None:
         ax.bar_label(bars, labels=[f"{a + b:.1f} s" for a, b in zip(policy, scoring, strict=True)], padding=3)
         ax.margins(x=0.18)
         ax.set_xlim(left=0)
-        ax.set_title(
-            {"qwen2": "Qwen2-like, 30 M parameters", "jamba": "Jamba-like, 30 M parameters"}[name.split("-")[0]]
-        )
+        kind = {"qwen2-30m": "Qwen2-like", "jamba-30m": "Jamba-like"}[result["model"]]
+        ax.set_title(f"{kind}, 30 M parameters\nlengths ÷ {result['scale']}")
         ax.set_xlabel("processor seconds of one update, 32 rows")
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()

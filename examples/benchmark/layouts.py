@@ -44,14 +44,18 @@ class Setting:
         return round(self.overhead_tokens / self.scale)
 
 
-def group_rows(layout: str, lengths: Sequence[int], stock_width: int, setting: Setting) -> Groups:
-    """The micro-batches of the policy pass.
+def group_rows(
+    layout: str, lengths: Sequence[int], stock_width: int, setting: Setting, at_least: int | None = None
+) -> Groups:
+    """The micro-batches of a pass over a window.
 
     Args:
         layout (`str`): A key of `LAYOUTS` or `PACKED`.
         lengths (`Sequence[int]`): Real tokens of each row.
         stock_width (`int`): Tokens to which TRL pads every row.
         setting ([`Setting`]): Batch size and scale.
+        at_least (`int`, *optional*): Least number of micro-batches of `ours`; in the policy pass, the default, as many
+            as TRL's.
     """
     size, ascending = setting.batch_size, sorted(range(len(lengths)), key=lengths.__getitem__)
     if layout in ("config_max", "stock", "truncate"):
@@ -69,7 +73,7 @@ def group_rows(layout: str, lengths: Sequence[int], stock_width: int, setting: S
         lengths,
         size * stock_width,
         overhead_tokens=setting.scaled_overhead,
-        min_micro_batches=-(-len(lengths) // size),
+        min_micro_batches=at_least or -(-len(lengths) // size),
     )
     return list(plan)
 

@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -54,12 +55,16 @@ class LayoutTrainer(PadminGRPOTrainer):
     profile: Profile
     meter = Meter("ours")
 
-    def _groups(self, lengths, stock_rows, stock_width, completion_width, at_least=1):
-        if self.meter.layout != "ours":
-            return group_rows(self.meter.layout, lengths.total, stock_width, self.setting)
-        size = self.setting.batch_size
-        at_least = -(-self.args.per_device_train_batch_size // size) if torch.is_grad_enabled() else 1
-        return super()._groups(lengths, size, stock_width, completion_width, at_least)
+    def _agree(self, propose, pools, *args, **kwargs):
+        def groups_of_layout():
+            at_least = None if torch.is_grad_enabled() else 1
+            width = [max(pool.prompt) + max(pool.completion) for pool in pools]
+            return [
+                group_rows(self.meter.layout, pool.total, stock_width, self.setting, at_least)
+                for pool, stock_width in zip(pools, width, strict=True)
+            ]
+
+        return super()._agree(groups_of_layout, pools, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs):
         started = self.now()
@@ -69,7 +74,8 @@ class LayoutTrainer(PadminGRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         if torch.is_grad_enabled():
-            with saved_for_backward(self.model) as storages:
+            on_cpu = self.accelerator.device.type == "cpu"
+            with saved_for_backward(self.model) if on_cpu else nullcontext({}) as storages:
                 result = self._score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
             self.meter.saved_mib = max(self.meter.saved_mib, sum(storages.values()) / 2**20)
             return result

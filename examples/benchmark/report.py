@@ -274,7 +274,7 @@ def main() -> None:
     results = load()
     draw_tokens(results, FOLDER / "tokens.png")
     draw_rows(results, FOLDER / "rows.png")
-    draw_update({name: summarize(results[name]) for name in HEADLINE}, FOLDER / "update.png")
+    draw_update({name: (results[name], summarize(results[name])) for name in HEADLINE}, FOLDER / "update.png")
     overheads = {name: r for name, r in results.items() if r["kind"] == "overhead"}
     draw_overhead({r["model"]: (r["samples"], fit(r["samples"])) for r in overheads.values()}, FOLDER / "overhead.png")
     PAGE.write_text(page(results))
