@@ -182,9 +182,9 @@ class Recorder(TrainerCallback):
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.gradients.append(
-            {name: p.grad.detach().double().clone() for name, p in model.named_parameters() if p.grad is not None}
-        )
+        gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+        whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()}  # FSDP2
+        self.gradients.append({name: gradient.double().clone() for name, gradient in whole.items()})
 
 
 @dataclass
@@ -208,6 +208,8 @@ def recorded(model: torch.nn.Module, forwards: list[dict]):
     """Appends what every forward of `model` sees."""
 
     def record(module, args, kwargs, output):  # after the forward: earlier hooks may change what it is given
+        if kwargs.get("attention_mask") is None:  # continuous batching generates without
+            return
         forwards.append(
             {
                 "ids": kwargs["input_ids"].clone(),

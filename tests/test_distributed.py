@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from trl_padmin import PaddingStats, distributed
 from trl_padmin.compat import metric_kind
-from trl_padmin.distributed import Observation, agree_on_groups, pool_window
+from trl_padmin.distributed import Agreement, Observation, agree_on_groups, pool_window
 
 
 def kind_of(name):
@@ -63,10 +63,10 @@ def test_nothing_observed():
 
 
 def test_the_rank_with_most_groups_decides_and_one_that_keeps_stock_too():
-    assert agree_on_groups(lambda: [[(0,), (1,)]], 1, Ranks([[0, 5]])) == ([[(0,), (1,)]], [5])
-    assert agree_on_groups(lambda: [[(0,), (1,)]], 1, Ranks([[0, 1]])) == ([[(0,), (1,)]], [2])
-    assert agree_on_groups(lambda: [[(0,), (1,)]], 1, Ranks([[1, 0]]))[0] is None
-    assert agree_on_groups(lambda: None, 1, Ranks([[0, 3]]))[0] is None
+    assert agree_on_groups(lambda: [[(0,), (1,)]], 1, Ranks([[0, 5]])) == Agreement([[(0,), (1,)]], [5])
+    assert agree_on_groups(lambda: [[(0,), (1,)]], 1, Ranks([[0, 1]])) == Agreement([[(0,), (1,)]], [2])
+    assert agree_on_groups(lambda: [[(0,), (1,)]], 1, Ranks([[1, 0]])).groups is None
+    assert agree_on_groups(lambda: None, 1, Ranks([[0, 3]])).groups is None
 
 
 def test_an_error_on_any_rank_is_an_error_on_all(monkeypatch):
@@ -82,5 +82,5 @@ def test_an_error_on_any_rank_is_an_error_on_all(monkeypatch):
 
 def test_one_process_does_not_communicate():
     alone = SimpleNamespace(num_processes=1)
-    assert agree_on_groups(lambda: [[(0, 1)]], 1, alone) == ([[(0, 1)]], [1])
-    assert agree_on_groups(lambda: None, 1, alone) == (None, [])
+    assert agree_on_groups(lambda: [[(0, 1)]], 1, alone) == Agreement([[(0, 1)]], [1])
+    assert agree_on_groups(lambda: None, 1, alone) == Agreement(None, [])

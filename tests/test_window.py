@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trl_padmin.layout import RowLengths
-from trl_padmin.window import GenerationBatch, Segment, fit_logits, padding_stats, split_up_to
+from trl_padmin.window import GenerationBatch, Limits, Segment, padding_stats, split_up_to
 
 
 def stock(steps=3, rows=2, tool_mask=False):
@@ -62,11 +62,15 @@ def test_kept_micro_batches_are_stocks_own():
     assert not any(step[0].is_regrouped for step in segment.micro_batches(None))
 
 
-def test_images_keep_stock_micro_batches():
+def test_images_are_seen_and_follow_their_rows():
     batches = stock()
-    batches[1]["pixel_values"] = torch.zeros(2, 3)
-    assert Segment(GenerationBatch(batches), 0, 3, "rows").denominator is None
-    assert Segment(GenerationBatch(batches), 2, 1, "rows").denominator == "rows"
+    for index, batch in enumerate(batches):
+        batch |= {"num_images": [index, 1], "pixel_values": 10.0 * index + torch.arange(index + 1.0)}
+    segment = Segment(GenerationBatch(batches), 0, 3, "rows")
+    assert segment.has_images and not Segment(GenerationBatch(stock()), 0, 3, "rows").has_images
+    micro_batches = [each for step in segment.micro_batches([[(4, 3), (0,), (5, 2, 1)]]) for each in step]
+    values = [each.inputs()["pixel_values"] for each in micro_batches]
+    assert [None if v is None else v.tolist() for v in values] == [[20.0, 21.0, 11.0], None, [22.0, 10.0, 0.0]]
 
 
 def test_a_repeated_row_weighs_nothing():
@@ -91,15 +95,17 @@ def test_where_rows_run_out_the_shortest_is_repeated():
 def test_logits_are_capped_where_they_are_held_in_memory():
     """Many rows with short prompts and completions fit the token budget, but their logits may not fit the memory."""
     lengths = RowLengths((4,) * 8, (4,) * 8)
-    groups = fit_logits([tuple(range(8))], lengths, 16, None)
+    limits = Limits(token_budget=1000, most_logits=16, overhead_tokens=128, pad_to_multiple_of=None)
+    groups = limits.groups(lengths)
     assert sorted(chain(*groups)) == list(range(8))
     assert all(len(group) * 4 <= 16 for group in groups)
-    assert fit_logits([(0,)], lengths, 1, None) == [(0,)]
+    assert len(Limits(1000, None, 128, None).groups(lengths)) == 1
+    assert all(len(group) == 1 for group in Limits(1000, 1, 128, None).groups(lengths))
 
 
 def test_stats_of_groups():
     groups = [RowLengths((3, 2), (5, 1)), RowLengths((1,), (0,))]
-    stats = padding_stats(groups, 12, None, 7)
+    stats = padding_stats(groups, 36, None, 7)
     assert (stats.rows, stats.micro_batches, stats.real_tokens, stats.forwarded_tokens) == (3, 2, 12, 18)
     assert (stats.stock_tokens, stats.oversized_rows) == (36, 1)
-    assert padding_stats(groups, 12, 8, None).forwarded_tokens == 24
+    assert padding_stats(groups, 36, 8, None).forwarded_tokens == 24

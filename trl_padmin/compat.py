@@ -10,8 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 from trl import GRPOTrainer, RLOOTrainer
+from trl.trainer.utils import split_pixel_values_by_grid
 
 from .layout import unknown_keys
 
@@ -177,6 +179,15 @@ def why_not_separable(trainer: transformers.Trainer) -> str | None:
     return None
 
 
+def why_not_movable(trainer: transformers.Trainer, denominator: str | None) -> str | None:
+    """Why a row must be run by the rank that it came to, so that the gradient stays the same; or `None`."""
+    if denominator == "tokens":
+        return "the loss is divided by the tokens of a stock micro-batch"
+    if getattr(trainer, "loss_type", None) == "luspo" and Version(version("trl")) < Version("1.10"):
+        return "before TRL 1.10 the `luspo` loss is divided by the columns of the rank's generation batch"
+    return None
+
+
 def uses_liger_loss(trainer: transformers.Trainer) -> bool:
     """Whether the policy loss bypasses `_get_per_token_logps_and_entropies` (TRL up to 1.13 with Liger)."""
     return hasattr(trainer, "compute_liger_loss") and bool(
@@ -205,6 +216,11 @@ def drop_router_loss_of_dense_model(trainer: transformers.Trainer) -> bool:
 def stock_micro_batches(trainer: transformers.Trainer) -> tuple[list[dict], int]:
     """The stock micro-batches of the current generation batch on this rank, and the index of the current one."""
     return trainer._buffered_inputs, trainer._step % trainer.args.steps_per_generation
+
+
+def split_images(entries: Mapping[str, object]) -> dict[str, object]:
+    """The image entries of a batch, none of them `None`, with one entry per row where TRL knows the layout."""
+    return split_pixel_values_by_grid(dict(entries))
 
 
 def add_step_time(trainer: transformers.Trainer, seconds: float) -> None:

@@ -1,7 +1,8 @@
-"""Ranks in step: how many micro-batches each runs, and one reduction of what a window logs."""
+"""Ranks in step: how many micro-batches each runs, which rows, and one reduction of what a window logs."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import chain
 
@@ -9,16 +10,55 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from .planning import MicroBatchPlan
+from .layout import SCALARS, RowLengths
 from .stats import PaddingStats
 
 
 _REGROUPS, _KEEPS_STOCK, _FAILED = range(3)  # what a rank proposes; the highest of all ranks is what happens
 
 
+@dataclass(frozen=True)
+class RowTable:
+    """Rows and how long they are, on one rank or on all, rank by rank.
+
+    Args:
+        prompt_width (`int`): Columns of the prompts; the most of all ranks.
+        completion_width (`int`): Columns of the completions; the most of all ranks.
+        stock_width (`int`): Tokens to which stock pads a row; the most of all ranks.
+        lengths ([`RowLengths`]): Real tokens of each row.
+        scored_tokens (`tuple[int, ...]`): Tokens of each row that enter the loss.
+    """
+
+    prompt_width: int
+    completion_width: int
+    stock_width: int
+    lengths: RowLengths
+    scored_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks have agreed on.
+
+    Args:
+        groups (`list` or `None`): What this rank proposed; `None` if any rank keeps stock's micro-batches.
+        counts (`list[int]`): How many groups each pool must have.
+        table ([`RowTable`] or `None`): The rows of all ranks, where they may move between ranks.
+    """
+
+    groups: list | None
+    counts: list[int]
+    table: RowTable | None = None
+
+
 def agree_on_groups(
-    propose: Callable[[], list | None], pools: int, accelerator: Accelerator
-) -> tuple[list | None, list[int]]:
+    propose: Callable[[], list | None],
+    pools: int,
+    accelerator: Accelerator,
+    *,
+    offer: Callable[[], tuple[Mapping[str, object], RowTable]] | None = None,
+    offered_rows: int = 0,
+) -> Agreement:
     """Lets all ranks run the same number of micro-batches, or fail together. Communicates once.
 
     Args:
@@ -26,62 +66,105 @@ def agree_on_groups(
             micro-batches; may raise.
         pools (`int`): How many pools there are, the same on every rank.
         accelerator (`Accelerator`): Gathers over the ranks.
+        offer (`Callable`, *optional*): Returns the batch whose rows may move between ranks, and its table.
+        offered_rows (`int`, *optional*): How many rows each rank should have to offer, the same on every rank. Rows
+            stay where they are if a rank has another number of them, or batches differ in more than their columns.
 
     Returns:
-        The proposal, `None` if any rank keeps stock's micro-batches, and the number of groups each pool must have.
+        [`Agreement`]: the same counts and table on every rank.
 
     Raises:
-        Whatever `propose` raised on any rank, on all ranks.
+        Whatever `propose` or `offer` raised on any rank, on all ranks.
     """
     if accelerator.num_processes == 1:
         groups = propose()
-        return groups, [] if groups is None else [len(pool) for pool in groups]
-    groups = error = None
+        return Agreement(groups, [] if groups is None else [len(pool) for pool in groups])
+    groups, error, offered = None, None, [0] * (4 + 3 * offered_rows)
     try:
         groups = propose()
+        if offer is not None and groups is not None:
+            offered = _as_numbers(*offer(), offered_rows)
     except Exception as caught:  # raised again below, on every rank
         error = caught
     status = _FAILED if error is not None else _KEEPS_STOCK if groups is None else _REGROUPS
-    local = [status, *([0] * pools if groups is None else [len(pool) for pool in groups])]
-    gathered = accelerator.gather(torch.tensor(local, device=accelerator.device)).view(-1, len(local))
-    status, *counts = gathered.amax(dim=0).tolist()
+    local = [status, *([0] * pools if groups is None else [len(pool) for pool in groups]), *offered]
+    ranks = accelerator.gather(torch.tensor(local, device=accelerator.device)).view(-1, len(local)).tolist()
+    status, *counts = map(max, zip(*(rank[: 1 + pools] for rank in ranks), strict=True))
     if status == _FAILED:
         raise next(caught for caught in gather_object([error]) if caught is not None)
-    return (groups, counts) if status == _REGROUPS else (None, counts)
+    if status == _KEEPS_STOCK:
+        return Agreement(None, counts)
+    return Agreement(groups, counts, _join([rank[1 + pools :] for rank in ranks], offered_rows))
+
+
+def can_exchange_rows(accelerator: Accelerator) -> bool:
+    """Whether there are ranks to exchange rows with, each with rows of its own."""
+    if accelerator.num_processes == 1 or not torch.distributed.is_initialized():
+        return False
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    return getattr(parallelism, "non_data_parallel_size", 1) == 1
+
+
+def _as_numbers(batch: Mapping[str, object], table: RowTable, rows: int) -> list[int]:
+    """What the other ranks must know of a batch: `4 + 3 * rows` numbers, of which the first is 0 if it cannot move."""
+    entries = {key: value for key, value in batch.items() if value is not None and key not in SCALARS}
+    can_move = len(table.scored_tokens) == rows and all(isinstance(value, torch.Tensor) for value in entries.values())
+    if not can_move:
+        return [0] * (4 + 3 * rows)
+    # Batches can be exchanged if they agree in this. A ratio `(B, 1)` has one value per row, or per token if `C` is 1.
+    kinds = [(key, str(value.dtype), value.dim()) for key, value in sorted(entries.items())]
+    signature = 1 + zlib.crc32(repr((kinds, table.completion_width == 1)).encode())
+    widths = [table.prompt_width, table.completion_width, table.stock_width]
+    return [signature, *widths, *table.lengths.prompt, *table.lengths.completion, *table.scored_tokens]
+
+
+def _join(ranks: Sequence[Sequence[int]], rows: int) -> RowTable | None:
+    """The table of all ranks from the numbers of each, or `None` if their rows cannot move."""
+    if rows == 0 or ranks[0][0] == 0 or len({rank[0] for rank in ranks}) > 1:
+        return None
+    widths = (max(rank[index] for rank in ranks) for index in (1, 2, 3))
+    start = 4
+    columns = [[n for rank in ranks for n in rank[start + i * rows : start + (i + 1) * rows]] for i in range(3)]
+    prompt, completion, scored = map(tuple, columns)
+    return RowTable(*widths, RowLengths(prompt, completion), scored)
 
 
 class RowExchange:
     """Moves rows to the ranks that run them, with all that belongs to them, and results back home.
 
     Args:
-        plans (`Sequence` of [`MicroBatchPlan`]): One per rank, with indices into the rows of all ranks, rank by rank;
-            the same on every rank.
+        groups (`Sequence`): For each rank the groups of rows that it runs, indices into the rows of all ranks, rank by
+            rank; the same on every rank.
         rows_per_rank (`int`): Rows that each rank brings.
         rank (`int`): This process.
     """
 
-    def __init__(self, plans: Sequence[MicroBatchPlan], rows_per_rank: int, rank: int):
-        placed = [sorted(chain(*plan)) for plan in plans]
+    def __init__(self, groups: Sequence[Sequence[tuple[int, ...]]], rows_per_rank: int, rank: int):
+        placed = [sorted(set(chain(*of_rank))) for of_rank in groups]
         self.runs = placed[rank]  # rows of all ranks that this one runs, in the order in which they arrive
         arrival = {row: position for position, row in enumerate(self.runs)}
-        self.groups = [tuple(arrival[row] for row in group) for group in plans[rank]]
+        self.groups = [tuple(arrival[row] for row in group) for group in groups[rank]]
         own = range(rank * rows_per_rank, (rank + 1) * rows_per_rank)
         leaving = [[row - own.start for row in rows if row in own] for rows in placed]
         self._sends = list(chain(*leaving))
         self._send_counts = [len(rows) for rows in leaving]
-        self._receive_counts = [0] * len(plans)
+        self._receive_counts = [0] * len(groups)
         for row in self.runs:
             self._receive_counts[row // rows_per_rank] += 1
 
-    def deliver(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The rows of `batch` that this rank runs. Columns must agree between ranks. Communicates once."""
-        sent = [value[self._sends] for value in batch.values()]
-        received = _all_to_all(sent, self._send_counts, self._receive_counts)
-        return dict(zip(batch, received, strict=True))
+    def deliver(self, batch: Mapping[str, object]) -> dict[str, object]:
+        """The rows of `batch` that this rank runs; scalars and `None` stay. Columns must agree between ranks.
 
-    def bring_home(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        Communicates once.
+        """
+        moving = [key for key, value in batch.items() if value is not None and key not in SCALARS]
+        index = torch.tensor(self._sends, device=batch[moving[0]].device)
+        received = _all_to_all([batch[key][index] for key in moving], self._send_counts, self._receive_counts)
+        return {**batch, **dict(zip(moving, received, strict=True))}
+
+    def bring_home(self, results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Results of the rows that this rank brought, in their order. Communicates once."""
-        returned = _all_to_all(results, self._receive_counts, self._send_counts)
+        returned = _all_to_all(list(results), self._receive_counts, self._send_counts)
         home = torch.tensor(self._sends, device=returned[0].device).argsort()
         return [value[home] for value in returned]
 
@@ -93,8 +176,11 @@ def _all_to_all(tensors: Sequence[torch.Tensor], sends: list[int], receives: lis
     received = packed[0].new_empty(sum(receives), sum(part.size(1) for part in packed))
     torch.distributed.all_to_all_single(received, torch.cat(packed, dim=1), receives, sends)
     parts = received.split([part.size(1) for part in packed], dim=1)
-    return [
-        part.contiguous().view(tensor.dtype).view(len(received), *tensor.shape[1:])
+    return [  # copied, so that they start where a value of their type may
+        part.clone(memory_format=torch.contiguous_format)
+        .flatten()
+        .view(tensor.dtype)
+        .view(len(received), *tensor.shape[1:])
         for part, tensor in zip(parts, tensors, strict=True)
     ]
 

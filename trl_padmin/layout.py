@@ -32,6 +32,7 @@ ROW_SHAPES = {
 _PROMPT_KEYS = frozenset(key for key, shape in ROW_SHAPES.items() if shape == "(B, P)")
 _COMPLETION_KEYS = frozenset(key for key, shape in ROW_SHAPES.items() if "(B, C)" in shape)
 TOKEN_TYPE_KEYS = ("token_type_ids", "mm_token_type_ids")
+_ROW_KEYS = frozenset({"input_ids", "attention_mask", *TOKEN_TYPE_KEYS})  # "(B, P + C)", also of what is scored
 SCALARS = frozenset({"num_items_in_batch"})
 IMAGE_KEYS = frozenset(
     {
@@ -94,24 +95,21 @@ def select_rows(batch: Mapping[str, object], rows: Sequence[int]) -> dict[str, o
     return selected
 
 
-def widen_columns(batch: Mapping[str, object], prompt_width: int, completion_width: int) -> dict[str, object]:
-    """Pads the columns of a batch, prompts on the left and completions on the right, with entries that are masked.
+def widen_columns(batch: Mapping[str, object], left: int, right: int) -> dict[str, object]:
+    """Adds `left` columns before the prompts of a batch and `right` columns behind its completions, all masked.
 
     An importance ratio is padded with 1, and stays as it is where it has one value per row.
     """
-    own_completion_width = batch["completion_mask"].size(1)
     widened = {}
     for key, value in batch.items():
-        if key in _PROMPT_KEYS:
-            value = torch.nn.functional.pad(value, (prompt_width - value.size(1), 0))
-        elif (
-            key in _COMPLETION_KEYS
-            and value is not None
-            and value.dim() == 2
-            and value.size(1) == own_completion_width
-        ):
-            fill = 1 if key == "importance_sampling_ratio" else 0
-            value = torch.nn.functional.pad(value, (0, completion_width - own_completion_width), value=fill)
+        if isinstance(value, torch.Tensor):
+            if key in _PROMPT_KEYS:
+                value = torch.nn.functional.pad(value, (left, 0))
+            elif key in _ROW_KEYS:
+                value = torch.nn.functional.pad(value, (left, right))
+            elif key in _COMPLETION_KEYS and value.shape == batch["completion_mask"].shape:
+                fill = 1 if key == "importance_sampling_ratio" else 0
+                value = torch.nn.functional.pad(value, (0, right), value=fill)
         widened[key] = value
     return widened
 

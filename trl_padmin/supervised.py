@@ -105,7 +105,8 @@ class SupervisedPaddingMinimizationMixin:
             return None if window is None else self._groups(window)
 
         # With several ranks a window has but one pool, see `_groups`.
-        groups, counts = agree_on_groups(propose, 1, self.accelerator)
+        agreed = agree_on_groups(propose, 1, self.accelerator)
+        groups = agreed.groups
         batches = stock if groups is None else window.batches
         # Scored tokens are counted here: the first token of a row that was padded on the left is scored no more.
         batches, num_items_in_batch = super().get_batch_samples(iter(batches), num_batches, device)
@@ -115,7 +116,7 @@ class SupervisedPaddingMinimizationMixin:
             _say_left_alone("the loss is a mean over the tokens of the batch (there is no `num_items_in_batch`)")
             return stock, None
         lengths = [window.example_lengths(pool) for pool in window.pools]
-        groups = [split_up_to(*each) for each in zip(counts, groups, lengths, strict=True)]
+        groups = [split_up_to(*each) for each in zip(agreed.counts, groups, lengths, strict=True)]
         steps = window.micro_batches(groups)
         state.steps = list(zip(batches, steps, strict=True))
         self._count(window, [micro_batch.examples for step in steps for micro_batch in step])

@@ -14,7 +14,7 @@ Generation, shuffling, random state, the optimizer and the loss itself are TRL's
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import Trainer, TrainingArguments
@@ -24,15 +24,35 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from . import compat
 from .config import PaddingMinimizationOptions
-from .distributed import Observation, agree_on_groups, pool_window
-from .layout import IMAGE_KEYS, TOKEN_TYPE_KEYS, RowLengths, TokensFirst, restore_rows, row_lengths
-from .planning import plan_micro_batches
+from .distributed import Observation, RowExchange, RowTable, agree_on_groups, can_exchange_rows, pool_window
+from .images import images_by_row, pick_images
+from .layout import TOKEN_TYPE_KEYS, RowLengths, TokensFirst, has_images, restore_rows, row_lengths, widen_columns
 from .probe import batch_dependent_rope, probe_architecture, why_scores_are_in_doubt
 from .stats import PaddingStats
-from .window import GenerationBatch, Groups, MicroBatch, Segment, fit_logits, padding_stats, split_up_to
+from .window import GenerationBatch, Groups, Limits, MicroBatch, Segment, padding_stats, split_up_to
 
 
 logger = logging.get_logger(__name__)
+
+
+@dataclass
+class _Scoring:
+    """Rows that are scored together, and how. Kept, because the reference and the old policy score the same rows."""
+
+    source: torch.Tensor  # the attention mask that TRL passed
+    rows: dict[str, torch.Tensor]  # ids, mask and token types, `(B, P + C)`
+    columns: int  # `C`
+    lengths: RowLengths
+    groups: Groups | None = None  # `None`: all at once, for TRL to cut into chunks
+    exchange: RowExchange | None = None  # where other ranks score some of the rows, and this one some of theirs
+    is_planned: bool = False
+
+    def bring_home(self, scores: tuple, columns: int) -> tuple:
+        """Scores of the rows that this rank brought, `(B, columns)`."""
+        if self.exchange is None:
+            return scores
+        home = iter(self.exchange.bring_home(value for value in scores if value is not None))
+        return tuple(None if value is None else next(home)[:, :columns] for value in scores)
 
 
 @dataclass
@@ -41,6 +61,7 @@ class _State:
 
     options: PaddingMinimizationOptions
     denominator: str | None = None  # of the loss; `None` keeps stock's micro-batches
+    moves_rows: bool = False  # between ranks, in the policy pass
     generation: GenerationBatch | None = None
     last_window: tuple[Segment, list[RowLengths]] | None = None  # and the forwards planned for it, for `plot_padding`
     steps: list[list[MicroBatch]] = field(default_factory=list)  # planned and still to run
@@ -51,7 +72,7 @@ class _State:
     scoring_stats: PaddingStats = field(default_factory=PaddingStats)  # since the last window ended
     total_stats: PaddingStats = field(default_factory=PaddingStats)
     rope: tuple[str, int] | None = None  # kind and context of a rotary embedding that depends on the batch
-    scored: tuple[torch.Tensor, RowLengths] | None = None  # last attention mask scored, and its lengths
+    scoring: _Scoring | None = None  # the last one without gradients
     proof_printed: bool = False
 
     def begin_window(self) -> None:
@@ -94,7 +115,18 @@ class PaddingMinimizationMixin:
             self._padding.denominator = compat.loss_denominator(type(self), self.args)
         else:
             logger.warning(f"Rows stay in stock TRL's micro-batches and only padding is cut, because {reason}.")
+        self._check_balancing()
         self._check_model()
+
+    def _check_balancing(self) -> None:
+        """Settles whether rows of the policy pass may move between ranks."""
+        state = self._padding
+        if not state.options.balance_across_ranks or not can_exchange_rows(self.accelerator):
+            return
+        reason = compat.why_not_movable(self, state.denominator)
+        state.moves_rows = state.denominator is not None and reason is None
+        if state.denominator is not None and reason is not None:
+            logger.warning(f"In the policy pass rows stay on their ranks, because {reason}.")
 
     def _check_model(self) -> None:
         """Warns of what no layout gets right, and probes the model if asked for."""
@@ -132,33 +164,35 @@ class PaddingMinimizationMixin:
         kwargs["compute_entropy"] = compute_entropy
         if not self._padding.options.padding_minimization:
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **kwargs)
-        lengths = self._lengths_of(attention_mask, logits_to_keep)
-        if self._padding.rope is not None and max(lengths.total) > self._padding.rope[1]:
-            logger.warning_once(
-                "In stock TRL as here, a row's score depends on the longest row of its micro-batch, because the model "
-                f"has `rope_type`={self._padding.rope[0]!r} and rows are longer than {self._padding.rope[1]} tokens."
-            )
-        groups = None  # rows that get gradients are a micro-batch already
-        if not torch.is_grad_enabled():
-            groups = self._scoring_groups(lengths, attention_mask.size(1), logits_to_keep, batch_size, kwargs)
+        token_types = {key: kwargs[key] for key in TOKEN_TYPE_KEYS if kwargs.get(key) is not None}
+        rows = {"input_ids": input_ids, "attention_mask": attention_mask, **token_types}
+        scoring = self._scoring_of(rows, logits_to_keep)
+        if not torch.is_grad_enabled():  # rows that get gradients are a micro-batch already
+            self._plan_scoring(scoring, batch_size, kwargs)
+        groups, by_row = scoring.groups, {}
         if groups is None:
             groups = [tuple(range(len(input_ids)))]
         else:
             batch_size = None
+            by_row = images_by_row(kwargs, len(input_ids)) if has_images(kwargs) else {}
 
         scores = []
-        for rows in groups:
-            index = torch.tensor(rows, device=attention_mask.device)
+        for group in groups:
+            index = torch.tensor(group, device=attention_mask.device)
             layout = TokensFirst(
-                attention_mask[index], logits_to_keep, lengths.select(rows), self.args.pad_to_multiple_of
+                scoring.rows["attention_mask"][index],
+                scoring.columns,
+                scoring.lengths.select(group),
+                self.args.pad_to_multiple_of,
             )
-            moved = {key: layout.apply(kwargs[key][index]) for key in TOKEN_TYPE_KEYS if kwargs.get(key) is not None}
+            moved = {key: layout.apply(scoring.rows[key][index]) for key in token_types}
+            moved |= pick_images(by_row, group)
             # Where TRL chunks the rows again, it labels each chunk, so there is no one mask to narrow the labels by.
-            is_scored = layout.is_completion if batch_size is None or batch_size >= len(rows) else None
+            is_scored = layout.is_completion if batch_size is None or batch_size >= len(group) else None
             with compat.labels_restricted(model, is_scored):
                 results = score(
                     model,
-                    layout.apply(input_ids[index]),
+                    layout.apply(scoring.rows["input_ids"][index]),
                     layout.attention_mask,
                     layout.logits_to_keep,
                     batch_size=batch_size,
@@ -166,25 +200,55 @@ class PaddingMinimizationMixin:
                 )
             # Scores are `(rows, logits_to_keep)`; an auxiliary loss is a scalar; what was not asked for is `None`.
             scores.append([r if r is None or r.dim() == 0 else layout.restore(r) for r in results])
-        return restore_rows(scores, groups)
+        return scoring.bring_home(restore_rows(scores, groups), logits_to_keep)
 
-    def _scoring_groups(self, lengths, width, logits_to_keep, batch_size, forward_kwargs) -> Groups | None:
-        """Groups of rows to score without gradients; `None` keeps the batch as it is, for TRL to cut into chunks."""
+    def _scoring_of(self, rows: dict[str, torch.Tensor], columns: int) -> _Scoring:
+        """What is known of rows about to be scored; their lengths are fetched from the device unless known already."""
+        state, mask = self._padding, rows["attention_mask"]
+        if state.running is not None:
+            scoring = _Scoring(mask, rows, columns, state.running.lengths)
+        else:
+            if state.scoring is None or state.scoring.source is not mask:
+                state.scoring = _Scoring(mask, rows, columns, row_lengths(mask, columns))
+            scoring = state.scoring
+        if state.rope is not None and max(scoring.lengths.total) > state.rope[1]:
+            logger.warning_once(
+                "In stock TRL as here, a row's score depends on the longest row of its micro-batch, because the model "
+                f"has `rope_type`={state.rope[0]!r} and rows are longer than {state.rope[1]} tokens."
+            )
+        return scoring
+
+    def _plan_scoring(self, scoring: _Scoring, batch_size: int | None, forward_kwargs: dict) -> None:
+        """Groups rows to score without gradients, in training after an exchange with the other ranks."""
+        training, columns, lengths = self.model.training, scoring.columns, scoring.lengths
+        count, width = scoring.source.shape
 
         def propose():
-            if logits_to_keep == 0:
+            if columns == 0:
                 raise ValueError("Every completion of the batch is empty, so there is no token to score.")
-            # An auxiliary loss and images belong to the whole batch.
-            images = any(forward_kwargs.get(key) is not None for key in IMAGE_KEYS)
-            if images or forward_kwargs.get("compute_aux_loss", False):
+            # An auxiliary loss belongs to the whole batch.
+            if forward_kwargs.get("compute_aux_loss", False) or self._keeps_images(has_images(forward_kwargs)):
                 return None
-            return [self._groups(lengths, batch_size or len(lengths.total), width, logits_to_keep)]
+            return [self._limits(batch_size or count, width, columns).groups(lengths)]
 
-        agreed = self._agree(propose, [lengths])
-        if self.model.training:
-            forwards = [tuple(range(len(lengths.total)))] if agreed is None else agreed[0]
-            self._padding.scoring_stats += self._stats([lengths.select(rows) for rows in forwards], width)
-        return None if agreed is None else agreed[0]
+        def offer():
+            return scoring.rows, RowTable(width - columns, columns, width, lengths, lengths.completion)
+
+        if not scoring.is_planned:
+            moves = self._padding.options.balance_across_ranks and training and can_exchange_rows(self.accelerator)
+            brought = self.args.per_device_train_batch_size * self.args.steps_per_generation
+            groups, table = self._agree(propose, [lengths], offer if moves else None, brought)
+            scoring.groups = None if groups is None else groups[0]
+            scoring.is_planned = True
+            if table is not None:
+                scoring.exchange = self._exchange(table, batch_size or count)
+                left, right = table.prompt_width - (width - columns), table.completion_width - columns
+                scoring.rows = scoring.exchange.deliver(widen_columns(scoring.rows, left, right))
+                scoring.columns, scoring.groups = table.completion_width, scoring.exchange.groups
+                scoring.lengths = table.lengths.select(scoring.exchange.runs)
+        if training:
+            forwards = [scoring.lengths] if scoring.groups is None else map(scoring.lengths.select, scoring.groups)
+            self._padding.scoring_stats += self._stats(list(forwards), count * width)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if not self._padding.options.padding_minimization:
@@ -230,15 +294,6 @@ class PaddingMinimizationMixin:
         finally:
             self._padding.running = None
 
-    def _lengths_of(self, attention_mask: torch.Tensor, logits_to_keep: int) -> RowLengths:
-        """Lengths of the rows about to be scored, fetched from the device unless they are known already."""
-        if self._padding.running is not None:
-            return self._padding.running.lengths
-        scored = self._padding.scored
-        if scored is None or scored[0] is not attention_mask:  # the reference and the old policy score the same rows
-            scored = self._padding.scored = attention_mask, row_lengths(attention_mask, logits_to_keep)
-        return scored[1]
-
     def _micro_batches_of_step(self, inputs: dict) -> list[MicroBatch]:
         """The micro-batches that stand for one stock micro-batch; plans a segment when the last one is used up."""
         state = self._padding
@@ -254,50 +309,70 @@ class PaddingMinimizationMixin:
 
             def propose():
                 compat.check_batch(inputs)
-                if segment.denominator is None:
+                if segment.denominator is None or self._keeps_images(segment.has_images):
                     return None
-                shape = segment.rows_per_step, segment.width, segment.completion_width
-                return [self._groups(pool, *shape, at_least=len(segment.stock) // len(pools)) for pool in pools]
+                limits = self._limits(segment.rows_per_step, segment.width, segment.completion_width)
+                return [limits.groups(pool, at_least=len(segment.stock) // len(pools)) for pool in pools]
 
-            state.steps = segment.micro_batches(self._agree(propose, pools))
+            def offer():
+                return segment.batch, segment.table
+
+            brought = self.args.per_device_train_batch_size * len(segment.stock)
+            groups, table = self._agree(propose, pools, offer if state.moves_rows else None, brought)
+            runs = segment
+            if table is not None:
+                exchange = self._exchange(table, segment.rows_per_step, at_least=len(segment.stock))
+                runs, groups = segment.exchanged(exchange, table), [exchange.groups]
+            state.steps = runs.micro_batches(groups)
             forwards = [micro_batch.lengths for step in state.steps for micro_batch in step]
             state.last_window = segment, forwards
-            state.policy_stats += self._stats(forwards, segment.width)
-            if not state.proof_printed and self.is_world_process_zero():
-                print(f"{state.policy_stats} per rank")
-            state.proof_printed = True
+            state.policy_stats += self._stats(forwards, len(segment.scored_tokens) * segment.width)
         return state.steps.pop(0)
 
-    def _groups(
-        self, lengths: RowLengths, stock_rows: int, stock_width: int, completion_width: int, at_least: int = 1
-    ) -> Groups:
-        """Groups rows into at least `at_least` micro-batches, by default none larger than stock's."""
+    def _limits(self, stock_rows: int, stock_width: int, completion_width: int) -> Limits:
+        """What a micro-batch may hold: the token budget, or as much as one of stock's."""
         options = self._padding.options
-        plan = plan_micro_batches(
-            lengths.total,
-            options.token_budget or stock_rows * stock_width,
-            overhead_tokens=options.overhead_tokens,
-            pad_to_multiple_of=self.args.pad_to_multiple_of,
-            min_micro_batches=at_least,
+        is_default = options.token_budget is None
+        return Limits(
+            stock_rows * stock_width if is_default else options.token_budget,
+            stock_rows * completion_width if is_default and compat.holds_logits_in_memory() else None,
+            options.overhead_tokens,
+            self.args.pad_to_multiple_of,
         )
-        if options.token_budget is None and compat.holds_logits_in_memory():
-            return fit_logits(list(plan), lengths, stock_rows * completion_width, self.args.pad_to_multiple_of)
-        if options.token_budget is not None and plan.oversized_rows:
+
+    def _exchange(self, table: RowTable, stock_rows: int, at_least: int = 1) -> RowExchange:
+        """The same plan on every rank: which rank runs which rows of all, in at least `at_least` micro-batches."""
+        ranks = self.accelerator.num_processes
+        limits = self._limits(stock_rows, table.stock_width, table.completion_width)
+        groups = limits.groups_of_ranks(table.lengths, ranks, at_least)
+        return RowExchange(groups, len(table.scored_tokens) // ranks, self.accelerator.process_index)
+
+    def _keeps_images(self, images: bool) -> bool:
+        """Whether rows with images stay where they are: ranks must run a vision tower equally often."""
+        return images and self.accelerator.num_processes > 1
+
+    def _agree(
+        self, propose, pools: Sequence[RowLengths], offer=None, offered_rows: int = 0
+    ) -> tuple[list[Groups] | None, RowTable | None]:
+        """What this rank proposes, with as many groups as the rank with most of them; `None` keeps stock's.
+
+        Also the rows of all ranks, if they may move.
+        """
+        agreed = agree_on_groups(propose, len(pools), self.accelerator, offer=offer, offered_rows=offered_rows)
+        if agreed.groups is None:
+            return None, None
+        counts_and_groups = zip(agreed.counts, agreed.groups, pools, strict=True)
+        return [split_up_to(*each) for each in counts_and_groups], agreed.table
+
+    def _stats(self, groups: Sequence[RowLengths], stock_tokens: int) -> PaddingStats:
+        budget = self._padding.options.token_budget
+        stats = padding_stats(groups, stock_tokens, self.args.pad_to_multiple_of, budget)
+        if stats.oversized_rows:
             logger.warning_once(
-                f"`token_budget`={options.token_budget} is less than the longest row. Such rows run alone, above the "
-                "budget; `padding/oversized_rows` counts them."
+                f"`token_budget`={budget} is less than the longest row. Such rows run alone, above the budget; "
+                "`padding/oversized_rows` counts them."
             )
-        return list(plan)
-
-    def _agree(self, propose, pools: Sequence[RowLengths]) -> list[Groups] | None:
-        """What this rank proposes, with as many groups as the rank with most of them; `None` keeps stock's."""
-        groups, counts = agree_on_groups(propose, len(pools), self.accelerator)
-        if groups is None:
-            return None
-        return [split_up_to(*each) for each in zip(counts, groups, pools, strict=True)]
-
-    def _stats(self, groups: Sequence[RowLengths], stock_width: int) -> PaddingStats:
-        return padding_stats(groups, stock_width, self.args.pad_to_multiple_of, self._padding.options.token_budget)
+        return stats
 
     def _end_window(self) -> None:
         """Logs what the micro-batches of the window logged, pooled, and what padding it cost."""
@@ -310,6 +385,12 @@ class PaddingMinimizationMixin:
             self.accelerator,
         )
         compat.log_metrics(self, metrics | policy.as_metrics())
+        if not state.proof_printed and self.is_world_process_zero():
+            ranks = self.accelerator.num_processes
+            print(
+                f"{replace(policy, rows=policy.rows // ranks, micro_batches=policy.micro_batches // ranks)} per rank"
+            )
+        state.proof_printed = True
         state.total_stats += policy + scoring
         state.begin_window()
 

@@ -6,11 +6,15 @@ normalizer. Rows are regrouped inside a segment only.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 
+from .distributed import RowExchange, RowTable
+from .images import images_by_row, join_images
 from .layout import (
     RowLengths,
     concatenate_rows,
@@ -18,7 +22,9 @@ from .layout import (
     has_images,
     padded_length,
     select_rows,
+    widen_columns,
 )
+from .planning import plan_micro_batches, plan_ranks
 from .stats import PaddingStats
 
 
@@ -50,7 +56,7 @@ class MicroBatch:
 
     def inputs(self) -> dict:
         """The batch to compute the loss of."""
-        return self.batch if self.rows is None else select_rows(self.batch, self.rows)
+        return self.batch if self.rows is None else join_images(select_rows(self.batch, self.rows))
 
 
 class GenerationBatch:
@@ -88,7 +94,7 @@ class Segment:
 
     def __init__(self, generation: GenerationBatch, first: int, steps: int, denominator: str | None):
         self.stock = generation.stock[first : first + steps]
-        self.denominator = None if any(has_images(batch) for batch in self.stock) else denominator
+        self.denominator = denominator
         self._stock_lengths = generation.lengths[first : first + steps]
         self._stock_scored = generation.scored_tokens[first : first + steps]
         self.rows_per_step = len(self._stock_scored[0])
@@ -99,6 +105,16 @@ class Segment:
         self.scored_tokens = [tokens for step in self._stock_scored for tokens in step]
 
     @property
+    def prompt_width(self) -> int:
+        """Tokens to which stock pads every prompt."""
+        return self.stock[0]["prompt_mask"].size(1)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether rows may carry images."""
+        return any(has_images(batch) for batch in self.stock)
+
+    @property
     def completion_width(self) -> int:
         """Tokens to which stock pads every completion."""
         return self.stock[0]["completion_mask"].size(1)
@@ -106,7 +122,26 @@ class Segment:
     @property
     def width(self) -> int:
         """Tokens to which stock pads every row."""
-        return self.stock[0]["prompt_mask"].size(1) + self.completion_width
+        return self.prompt_width + self.completion_width
+
+    @cached_property
+    def batch(self) -> dict:
+        """The rows, in TRL's layout."""
+        return concatenate_rows([images_by_row(batch, self.rows_per_step) for batch in self.stock])
+
+    @property
+    def table(self) -> RowTable:
+        """What other ranks must know of the rows to run them."""
+        return RowTable(self.prompt_width, self.completion_width, self.width, self.lengths, tuple(self.scored_tokens))
+
+    def exchanged(self, exchange: RowExchange, table: RowTable) -> "Segment":
+        """The segment with the rows that this rank runs, in place of those that it brought."""
+        segment = copy(self)
+        left, right = table.prompt_width - self.prompt_width, table.completion_width - self.completion_width
+        segment.batch = exchange.deliver(widen_columns(self.batch, left, right))
+        segment.lengths = table.lengths.select(exchange.runs)
+        segment.scored_tokens = [table.scored_tokens[row] for row in exchange.runs]
+        return segment
 
     @property
     def pools(self) -> Groups:
@@ -131,7 +166,6 @@ class Segment:
                 [MicroBatch(batch, None, lengths, sum(scored))]
                 for batch, lengths, scored in zip(self.stock, self._stock_lengths, self._stock_scored, strict=True)
             ]
-        batch = concatenate_rows(self.stock)
         micro_batches, seen = [], set()
         for pool, pool_groups in zip(self.pools, groups, strict=True):
             pool_tokens = sum(self.scored_tokens[row] for row in pool)
@@ -146,24 +180,66 @@ class Segment:
                 if not seen.isdisjoint(rows):
                     tokens, weight = 0, 0.0
                 seen.update(rows)
-                micro_batches.append(MicroBatch(batch, rows, self.lengths.select(rows), tokens, weight))
+                micro_batches.append(MicroBatch(self.batch, rows, self.lengths.select(rows), tokens, weight))
         steps = len(self.stock)
         cuts = [len(micro_batches) * step // steps for step in range(steps + 1)]
         return [micro_batches[start:end] for start, end in pairwise(cuts)]
 
 
-def fit_logits(groups: Groups, lengths: RowLengths, most_logits: int, pad_to_multiple_of: int | None) -> Groups:
-    """Halves groups until rows x scored columns is at most `most_logits` in each group of several rows."""
-    fitting = []
-    for group in groups:
-        chosen = lengths.select(group)
-        width = padded_length(chosen, pad_to_multiple_of)
-        if len(group) == 1 or len(group) * (width - first_scored_column(chosen, width)) <= most_logits:
-            fitting.append(group)
-        else:
-            halves = [group[: len(group) // 2], group[len(group) // 2 :]]
-            fitting += fit_logits(halves, lengths, most_logits, pad_to_multiple_of)
-    return fitting
+@dataclass(frozen=True)
+class Limits:
+    """What a micro-batch may hold.
+
+    Args:
+        token_budget (`int`): Most forwarded tokens.
+        most_logits (`int` or `None`): Most rows x scored columns, or `None` for no limit of its own.
+        overhead_tokens (`int`): What one more micro-batch costs.
+        pad_to_multiple_of (`int` or `None`): Widths are rounded up to a multiple of this many tokens.
+    """
+
+    token_budget: int
+    most_logits: int | None
+    overhead_tokens: int
+    pad_to_multiple_of: int | None
+
+    def groups(self, lengths: RowLengths, at_least: int = 1) -> Groups:
+        """Groups the rows of one rank into at least `at_least` micro-batches."""
+        plan = plan_micro_batches(
+            lengths.total,
+            self.token_budget,
+            overhead_tokens=self.overhead_tokens,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            min_micro_batches=at_least,
+        )
+        return self._fit_logits(list(plan), lengths)
+
+    def groups_of_ranks(self, lengths: RowLengths, ranks: int, at_least: int = 1) -> list[Groups]:
+        """Spreads the rows of all ranks over ranks, with as many micro-batches on each, at least `at_least`."""
+        plans = plan_ranks(
+            lengths.total,
+            ranks,
+            self.token_budget,
+            overhead_tokens=self.overhead_tokens,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            min_micro_batches=at_least,
+        )
+        fitting = [self._fit_logits(list(plan), lengths) for plan in plans]
+        count = max(map(len, fitting))
+        return [split_up_to(count, groups, lengths) for groups in fitting]
+
+    def _fit_logits(self, groups: Groups, lengths: RowLengths) -> Groups:
+        """Halves groups of several rows until each holds at most `most_logits`."""
+        if self.most_logits is None:
+            return groups
+        fitting = []
+        for group in groups:
+            chosen = lengths.select(group)
+            width = padded_length(chosen, self.pad_to_multiple_of)
+            if len(group) == 1 or len(group) * (width - first_scored_column(chosen, width)) <= self.most_logits:
+                fitting.append(group)
+            else:
+                fitting += self._fit_logits([group[: len(group) // 2], group[len(group) // 2 :]], lengths)
+        return fitting
 
 
 def split_up_to(count: int, groups: Groups, lengths: RowLengths) -> Groups:
@@ -176,14 +252,14 @@ def split_up_to(count: int, groups: Groups, lengths: RowLengths) -> Groups:
         if len(group) > 1:
             groups[index : index + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
         else:
-            groups.append((min(range(len(lengths.total)), key=lengths.total.__getitem__),))
+            groups.append((min((row for group in groups for row in group), key=lengths.total.__getitem__),))
     return groups
 
 
 def padding_stats(
-    groups: Sequence[RowLengths], stock_width: int, pad_to_multiple_of: int | None, token_budget: int | None
+    groups: Sequence[RowLengths], stock_tokens: int, pad_to_multiple_of: int | None, token_budget: int | None
 ) -> PaddingStats:
-    """Counts of a rank's forwards, one group of rows each, against the same rows padded to `stock_width` tokens."""
+    """Counts of a rank's forwards, one group of rows each, against `stock_tokens` that stock would have forwarded."""
     widths = [padded_length(group, pad_to_multiple_of) for group in groups]
     sizes = [len(group.total) for group in groups]
     forwarded = sum(size * width for size, width in zip(sizes, widths, strict=True))
@@ -192,7 +268,7 @@ def padding_stats(
         micro_batches=len(groups),
         real_tokens=sum(sum(group.total) for group in groups),
         forwarded_tokens=forwarded,
-        stock_tokens=sum(sizes) * stock_width,
+        stock_tokens=stock_tokens,
         critical_tokens=forwarded,
         oversized_rows=0 if token_budget is None else sum(width > token_budget for width in widths),
     )
