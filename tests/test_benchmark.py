@@ -34,7 +34,9 @@ def shapes(forwards, grad):
     return [tuple(forward["ids"].shape) for forward in forwards if forward["grad"] is grad]
 
 
-def test_stock_and_ours_are_what_the_trainers_forward():
+@pytest.mark.parametrize("overhead_tokens", [128, 8192])  # the latter leaves no more micro-batches than stock's
+def test_stock_and_ours_are_what_the_trainers_forward(overhead_tokens):
+    setting = Setting(batch_size=4, scale=64, overhead_tokens=overhead_tokens)
     rows = make_rows([c for _, c in ROWS], [p for p, _ in ROWS])
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_completion_length": 200}
     model = {"dtype": torch.float32, "max_position_embeddings": 512}
@@ -44,13 +46,13 @@ def test_stock_and_ours_are_what_the_trainers_forward():
         rows,
         tiny_model(**model),
         config_class=PadminGRPOConfig,
-        overhead_tokens=SETTING.scaled_overhead,
+        overhead_tokens=setting.scaled_overhead,
         **options,
     )
     lengths, width = [p + c for p, c in ROWS], sum(map(max, zip(*ROWS, strict=True)))
 
     def expected(layout):
-        groups = group_rows(layout, lengths, width, SETTING)
+        groups = group_rows(layout, lengths, width, setting)
         return [(len(g), width if layout == "stock" else max(lengths[row] for row in g)) for g in groups]
 
     assert shapes(stock.forwards, grad=True) == expected("stock")
