@@ -9,6 +9,7 @@ from pathlib import Path
 
 import architectures
 import pytest
+import trl.trainer.utils as trl_utils
 from architectures import EXCLUDED, LIMITS, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, VARIANTS, measure
 
 from trl_padmin import probe
@@ -52,6 +53,29 @@ def test_each_row_is_scored_as_if_it_were_alone(name):
     assert error.log_prob <= limit and error.gradient <= limit
     if name in WRONG_IN_STOCK:  # so the rows can tell
         assert outcome.probe.left_padded.log_prob > 1e-2
+
+
+@pytest.mark.skipif(not hasattr(trl_utils, "add_fused_lm_head"), reason="this TRL has no fused head")
+@pytest.mark.parametrize("name", PRESENT)
+def test_the_same_through_the_head_that_trl_trains_with(monkeypatch, float64_head, name):
+    """TRL scores from hidden states and labels, never from logits."""
+
+    def scores(model, ids, mask, logits_to_keep):
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :-logits_to_keep] = -100
+        outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        return outputs.log_probs[:, -logits_to_keep:]
+
+    def with_head(*args):
+        model = tiny_model(*args)
+        trl_utils.add_fused_lm_head(model, temperature=1.0)
+        return model
+
+    tiny_model = architectures.tiny_model
+    monkeypatch.setattr(architectures, "tiny_model", with_head)
+    monkeypatch.setattr(probe, "_scores", scores)
+    outcome = outcome_of(name)
+    assert outcome.is_right(outcome.probe.tokens_first)
 
 
 def test_families_are_many():
