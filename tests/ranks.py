@@ -49,6 +49,7 @@ from trl import GRPOTrainer
 
 from trl_padmin import PaddingMinimizationMixin, PadminGRPOConfig, PadminGRPOTrainer
 from trl_padmin.compat import metrics_captured
+from trl_padmin.distributed import RowExchange
 from trl_padmin.layout import select_rows
 
 
@@ -58,9 +59,10 @@ def shard_on_the_cpu() -> None:
 
     def initialize_sharded(self, *args, fsdp_plugin=None, **kwargs):
         initialize(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.FSDP
+        if fsdp_plugin is not None:
             self.fsdp_plugin = fsdp_plugin
+        if self.distributed_type == DistributedType.MULTI_CPU and vars(self).get("fsdp_plugin") is not None:
+            self.distributed_type = DistributedType.FSDP
 
     AcceleratorState.__init__ = initialize_sharded
 
@@ -220,6 +222,24 @@ def one_row_each():
     options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     _, ours, errors = both(rows, **options, num_generations=RANKS, num_iterations=2)
     return {"one row": {**errors, **forwards(ours)}}
+
+
+@check
+def a_lost_row():
+    """Negative control: the last row to arrive is replaced by the one before."""
+    deliver = RowExchange.deliver
+
+    def losing(self, batch):
+        arrived = deliver(self, batch)
+        rows = [*range(len(self.runs) - 1), len(self.runs) - 2]
+        return {key: value if value is None or value.dim() == 0 else value[rows] for key, value in arrived.items()}
+
+    RowExchange.deliver = losing
+    try:
+        _, _, errors = both(rows_of_rank("one outlier"))
+    finally:
+        RowExchange.deliver = deliver
+    return {"lost": errors}
 
 
 class _Shrinking(GRPOTrainer):

@@ -79,7 +79,7 @@ def agree_on_groups(
     if accelerator.num_processes == 1:
         groups = propose()
         return Agreement(groups, [] if groups is None else [len(pool) for pool in groups])
-    groups, error, offered = None, None, [0] * (4 + 3 * offered_rows)
+    groups, error, offered = None, None, [0] * _size(offered_rows)
     try:
         groups = propose()
         if offer is not None and groups is not None:
@@ -105,12 +105,17 @@ def can_exchange_rows(accelerator: Accelerator) -> bool:
     return getattr(parallelism, "non_data_parallel_size", 1) == 1
 
 
+def _size(rows: int) -> int:
+    """How many numbers a rank tells the others of the rows that it offers: a signature, three widths, the lengths."""
+    return 4 + 3 * rows if rows else 0
+
+
 def _as_numbers(batch: Mapping[str, object], table: RowTable, rows: int) -> list[int]:
-    """What the other ranks must know of a batch: `4 + 3 * rows` numbers, of which the first is 0 if it cannot move."""
+    """What the other ranks must know of a batch to run its rows; the first number is 0 if they cannot move."""
     entries = {key: value for key, value in batch.items() if value is not None and key not in SCALARS}
     can_move = len(table.scored_tokens) == rows and all(isinstance(value, torch.Tensor) for value in entries.values())
     if not can_move:
-        return [0] * (4 + 3 * rows)
+        return [0] * _size(rows)
     # Batches can be exchanged if they agree in this. A ratio `(B, 1)` has one value per row, or per token if `C` is 1.
     kinds = [(key, str(value.dtype), value.dim()) for key, value in sorted(entries.items())]
     signature = 1 + zlib.crc32(repr((kinds, table.completion_width == 1)).encode())

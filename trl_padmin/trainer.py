@@ -236,7 +236,7 @@ class PaddingMinimizationMixin:
 
         if not scoring.is_planned:
             moves = self._padding.options.balance_across_ranks and training and can_exchange_rows(self.accelerator)
-            brought = self.args.per_device_train_batch_size * self.args.steps_per_generation
+            brought = self.args.per_device_train_batch_size * self.args.steps_per_generation if moves else 0
             groups, table = self._agree(propose, [lengths], offer if moves else None, brought)
             scoring.groups = None if groups is None else groups[0]
             scoring.is_planned = True
@@ -317,7 +317,7 @@ class PaddingMinimizationMixin:
             def offer():
                 return segment.batch, segment.table
 
-            brought = self.args.per_device_train_batch_size * len(segment.stock)
+            brought = self.args.per_device_train_batch_size * len(segment.stock) if state.moves_rows else 0
             groups, table = self._agree(propose, pools, offer if state.moves_rows else None, brought)
             runs = segment
             if table is not None:
