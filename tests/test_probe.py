@@ -40,6 +40,21 @@ def test_a_precision_without_a_limit_is_refused():
         probe_architecture(tiny_model().to(torch.float8_e4m3fn))
 
 
+@pytest.mark.parametrize(("ends", "special"), [([1, 7], {1, 7, 60}), (1, {1, 60}), (None, {60})])
+def test_models_with_several_end_tokens_and_models_without_a_pad_token(ends, special):
+    model = tiny_model("qwen2", eos_token_id=ends, pad_token_id=None)
+    found = probe_architecture(model)
+    assert found.is_right(found.tokens_first)
+    assert probe._special_ids(model.config.to_dict() | {"image_token_index": 60}) == special
+
+
+def test_an_adapter_is_probed_with_its_model():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+    found = probe_architecture(peft.get_peft_model(tiny_model("gpt2"), config, autocast_adapter_dtype=False))
+    assert found.is_right(found.tokens_first) and not found.is_right(found.left_padded)
+
+
 def test_the_model_is_left_as_it_was():
     model = tiny_model().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -163,8 +163,8 @@ def probe_architecture(model: nn.Module, *, gradients: bool = False) -> Architec
 def _outcome(score, model: nn.Module, gradients: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
     """Scores of all completion tokens in one vector, and the gradients of a weighted sum of them."""
     config = model.config.get_text_config(decoder=True)
-    special = {value for key, value in config.to_dict().items() if key.endswith("token_id") and value is not None}
-    pad = next((i for i in (config.pad_token_id, config.eos_token_id) if isinstance(i, int) and i >= 0), 0)
+    special = _special_ids(model.config.to_dict() | config.to_dict())
+    pad = config.pad_token_id if config.pad_token_id in special else min(special, default=0)
     ids = torch.tensor([i for i in range(min(config.vocab_size, 10_000)) if i not in special and i != pad])
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -182,6 +182,15 @@ def _outcome(score, model: nn.Module, gradients: bool) -> tuple[torch.Tensor, di
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return scores.detach(), found
+
+
+def _special_ids(config: dict) -> set[int]:
+    """Ids that rows of plain text do not hold: of padding, ends, pictures."""
+    found = set()
+    for name, value in config.items():
+        if name.endswith(("_token_id", "_token_index")):  # there may be several ends
+            found |= {i for i in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(i, int)}
+    return {i for i in found if i >= 0}
 
 
 def _scores(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
