@@ -3,10 +3,14 @@
 Not exercised here: GPUs, DeepSpeed and FSDP, images, data sets that are streamed.
 """
 
+import json
 import math
+import runpy
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -652,3 +656,55 @@ def test_options_are_checked_before_a_model_is_loaded(config):
 def test_a_plain_config_gets_the_defaults():
     ours = run(PadminSFTTrainer, SFTConfig, language_modeling(), small(), max_steps=1)
     assert ours.trainer.padding_stats.rows == 16
+
+
+# Examples
+
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run_script(monkeypatch, name: str, **options) -> None:
+    words_of_options = (word for key, value in options.items() for word in (f"--{key}", str(value)))
+    monkeypatch.setattr(sys, "argv", [name, *words_of_options])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def test_the_example_runs(monkeypatch, tmp_path, capsys):
+    model, data, output = tmp_path / "model", tmp_path / "data", tmp_path / "output"
+    small().save_pretrained(model)
+    chatting_tokenizer().save_pretrained(model)
+    data.mkdir()
+    prompt_completion().to_json(data / "train.jsonl")
+    run_script(
+        monkeypatch,
+        "sft.py",
+        model_name_or_path=model,
+        dataset_name=data,
+        output_dir=output,
+        max_steps=1,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
+        overhead_tokens=4,
+        bf16="false",
+        gradient_checkpointing="false",
+        use_cpu="true",
+        report_to="none",
+        logging_steps=1,
+        save_strategy="steps",
+    )
+    assert "(stock TRL -> now); 16 rows" in capsys.readouterr().out
+    (state,) = output.glob("checkpoint-*/trainer_state.json")
+    assert json.loads(state.read_text())["log_history"][0]["padding/saved_frac"] > 0
+    assert (output / "model.safetensors").exists()
+    ours = [line for line in (EXAMPLES / "sft.py").read_text().splitlines() if "trl_padmin" in line]
+    assert ours == ["from trl_padmin import SFTConfig, SFTTrainer  # the one line that changes"]
+
+
+def test_the_sampling_strategies_are_compared(monkeypatch, capsys):
+    run_script(monkeypatch, "benchmark/sft_sampling.py", rows=64, mean=20, longest=80, batch_size=4, accumulation=4)
+    table = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    tokens = {row[0].split(",")[1].strip(" `"): int(row[1].split()[0].replace(",", "")) for row in table[:3]}
+    assert list(tokens) == ["random", "group_by_length", "batch_rebalance"]
+    ours = [int(table[3][column].split()[0].replace(",", "")) for column in (1, 3)]
+    assert ours[0] < tokens["random"] and ours[1] < 64 * 80

@@ -12,7 +12,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 
 from transformers.utils import logging
@@ -170,13 +170,12 @@ class SupervisedPaddingMinimizationMixin:
 
     def _count(self, window: ExampleWindow, groups: Groups) -> None:
         state, budget = self._padding, self._padding.options.token_budget
-        counted = padding_stats(
+        state.stats = padding_stats(
             [window.row_lengths(examples) for examples in groups],
-            0,
+            sum(window.stock_tokens),
             self._pad_to_multiple_of,
             None if budget is None else budget // window.sequences,
         )
-        state.stats = replace(counted, stock_tokens=sum(window.stock_tokens))
         state.stock_real_tokens = window.stock_real_tokens
         if not state.proof_printed and self.is_world_process_zero():
             print(f"{state.stats} per rank")
