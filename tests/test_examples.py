@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
 from harness import tiny_model, tokenizer
 
 
@@ -53,6 +54,15 @@ def test_grpo(monkeypatch, tmp_path, model_folder, capsys):
     log = json.loads(state.read_text())["log_history"][0]
     assert log["padding/forwarded_tokens"] > 0
     assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "distributed_type"),
+    [("multi_gpu", "MULTI_GPU"), ("fsdp2", "FSDP"), ("zero2", "DEEPSPEED"), ("zero3", "DEEPSPEED")],
+)
+def test_accelerate_reads_its_configs(name, distributed_type):
+    config = load_config_from_file(str(EXAMPLES / "accelerate_configs" / f"{name}.yaml"))
+    assert (config.distributed_type, config.num_processes, config.mixed_precision) == (distributed_type, 8, "bf16")
 
 
 def test_the_line_that_changes():

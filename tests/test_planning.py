@@ -93,9 +93,9 @@ def test_invariant_7_speed(token_budget, min_micro_batches):
     lengths = [int(rng.lognormvariate(6.5, 0.8)) + 1 for _ in range(4096)]
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         plan_micro_batches(lengths, token_budget, overhead_tokens=128, min_micro_batches=min_micro_batches)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert min(seconds) < 0.05
 
 
