@@ -45,6 +45,7 @@ import trl.trainer.utils as trl_utils
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType
 from harness import Float64Head, Row, make_rows, relative_error, run, tiny_model
+from torch.distributed.fsdp import FullyShardedDataParallel
 from trl import GRPOTrainer
 
 from trl_padmin import PaddingMinimizationMixin, PadminGRPOConfig, PadminGRPOTrainer
@@ -66,6 +67,16 @@ def shard_on_the_cpu() -> None:
 
     AcceleratorState.__init__ = initialize_sharded
 
+    # Accelerate names the device `cpu:0`, which FSDP1 takes for another than `cpu`.
+    wrap = FullyShardedDataParallel.__init__
+
+    def wrap_on_the_cpu(self, *args, device_id=None, **kwargs):
+        wrap(self, *args, device_id=torch.device("cpu"), **kwargs)
+
+    FullyShardedDataParallel.__init__ = wrap_on_the_cpu
+    # It computes the norm in float32, which float64 gradients refuse; it is logged only, since nothing is clipped.
+    FullyShardedDataParallel.clip_grad_norm_ = lambda self, *args, **kwargs: torch.zeros(())
+
 
 def deepspeed_config() -> dict:
     zero = {"stage": int(BACKEND[-1]), "overlap_comm": False, "stage3_gather_16bit_weights_on_model_save": True}
@@ -83,6 +94,9 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 BACKEND_OPTIONS = {"ddp_timeout": 90}
 if BACKEND.startswith("zero"):
     BACKEND_OPTIONS["deepspeed"] = deepspeed_config()
+    # Its gradients are gone when they can be looked at, and its weights are float32: a step as large as the weights
+    # shows the gradient in them.
+    BACKEND_OPTIONS["learning_rate"] = 10.0
 
 
 def rows_of_rank(name: str) -> list[Row]:
@@ -120,7 +134,7 @@ def difference(stock, ours, stock_parameters, our_parameters) -> dict[str, float
     """Errors of the gradients, where they can be seen, and of the weights that they lead to."""
     found = {"weights": relative_error(our_parameters, stock_parameters) if stock_parameters else 0.0}
     found["weights_moved"] = len(stock_parameters)
-    if ours.gradients:
+    if any(stock.gradients):
         found["gradients"] = max(map(relative_error, ours.gradients, stock.gradients))
         found["gradient_norm"] = max(float(g.norm()) for g in stock.gradients[0].values())
     found["loss"] = max(abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=True))
@@ -187,7 +201,8 @@ def of_losses(loss_types, **options):
 @check
 def balanced():
     """The default: rows move between ranks."""
-    return of_losses(["dapo", "grpo", "vespo"], num_iterations=2, steps_per_generation=4, optimizer_steps=2)
+    steps = 1 if BACKEND.startswith("zero") else 2
+    return of_losses(["dapo", "grpo", "vespo"], num_iterations=2, steps_per_generation=4, optimizer_steps=steps)
 
 
 @check

@@ -83,11 +83,12 @@ EQUALITIES = (
 @pytest.mark.parametrize("check", EQUALITIES)
 def test_gradients_are_stocks_and_ranks_run_in_step(ranks, check):
     figures = found_by(ranks, check)
+    is_float32 = ranks[0]["distributed_type"].endswith("DEEPSPEED")  # it reduces and steps in float32
     for case in figures[0]:
         of_ranks = [figure[case] for figure in figures]
         for rank in of_ranks:
             assert rank["loss"] <= 1e-6
-            assert rank["weights"] <= 1e-9
+            assert rank["weights"] <= (1e-6 if is_float32 else 1e-9)
             assert rank.get("gradients", 0.0) <= 1e-9
         assert any(rank["weights_moved"] or rank.get("gradient_norm") for rank in of_ranks)  # something was compared
         if "gradient_norm" in of_ranks[0]:
@@ -101,7 +102,7 @@ def test_a_wrong_gradient_is_seen(ranks):
     """Negative control: rows that are lost on the way between ranks."""
     for figure in found_by(ranks, "a_lost_row"):
         assert figure["lost"].get("gradients", 1.0) > 1e-3
-    assert max(figure["lost"]["weights"] for figure in found_by(ranks, "a_lost_row")) > 1e-6
+    assert max(figure["lost"]["weights"] for figure in found_by(ranks, "a_lost_row")) > 1e-5
 
 
 def test_balancing_evens_out_what_ranks_forward(ranks):

@@ -222,6 +222,9 @@ class PaddingMinimizationMixin:
         """Groups rows to score without gradients, in training after an exchange with the other ranks."""
         training, columns, lengths = self.model.training, scoring.columns, scoring.lengths
         count, width = scoring.source.shape
+        chunk = batch_size or count
+        # As many as in the policy pass, so that both group the rows alike and the first ratio of a row is 1.
+        at_least = -(-count // chunk)
 
         def propose():
             if columns == 0:
@@ -229,7 +232,7 @@ class PaddingMinimizationMixin:
             # An auxiliary loss belongs to the whole batch.
             if forward_kwargs.get("compute_aux_loss", False) or self._keeps_images(has_images(forward_kwargs)):
                 return None
-            return [self._limits(batch_size or count, width, columns).groups(lengths)]
+            return [self._limits(chunk, width, columns).groups(lengths, at_least)]
 
         def offer():
             return scoring.rows, RowTable(width - columns, columns, width, lengths, lengths.completion)
@@ -241,7 +244,7 @@ class PaddingMinimizationMixin:
             scoring.groups = None if groups is None else groups[0]
             scoring.is_planned = True
             if table is not None:
-                scoring.exchange = self._exchange(table, batch_size or count)
+                scoring.exchange = self._exchange(table, chunk, at_least)
                 left, right = table.prompt_width - (width - columns), table.completion_width - columns
                 scoring.rows = scoring.exchange.deliver(widen_columns(scoring.rows, left, right))
                 scoring.columns, scoring.groups = table.completion_width, scoring.exchange.groups
