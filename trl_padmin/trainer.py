@@ -352,7 +352,10 @@ class PaddingMinimizationMixin:
 
     def _keeps_images(self, images: bool) -> bool:
         """Whether rows with images stay where they are: ranks must run a vision tower equally often."""
-        return images and self.accelerator.num_processes > 1
+        keeps = images and self.accelerator.num_processes > 1
+        if keeps:
+            logger.warning_once("Rows with images stay in stock TRL's micro-batches on several ranks.")
+        return keeps
 
     def _agree(
         self, propose, pools: Sequence[RowLengths], offer=None, offered_rows: int = 0
