@@ -20,7 +20,7 @@ from packaging.version import Version
 from reference import RowAloneGRPOTrainer
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_padmin import PadminGRPOConfig, PadminGRPOTrainer, window
+from trl_padmin import PadminGRPOConfig, PadminGRPOTrainer, compat, window
 from trl_padmin.layout import TokensFirst
 
 
@@ -77,6 +77,8 @@ def test_loss(request, float64_head, truth_cache, loss_type, beta, level, groups
     ours = run(PadminGRPOTrainer, make_rows(), tiny_model(), config_class=PadminGRPOConfig, **options, **own[groups])
     check(request, truth_cache[key], ours)
     policy_forwards = [forward for forward in ours.forwards if forward["grad"]]
+    if groups == 1 and compat.holds_logits_in_memory():  # one group would hold more logits than stock's
+        groups = 2
     assert len(policy_forwards) == 2 * groups
 
 
