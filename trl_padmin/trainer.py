@@ -25,34 +25,14 @@ from trl import GRPOTrainer, RLOOTrainer
 from . import compat
 from .config import PaddingMinimizationOptions
 from .distributed import Observation, RowExchange, RowTable, agree_on_groups, can_exchange_rows, pool_window
-from .images import images_by_row, pick_images
-from .layout import TOKEN_TYPE_KEYS, RowLengths, TokensFirst, has_images, restore_rows, row_lengths, widen_columns
+from .layout import TOKEN_TYPE_KEYS, RowLengths, has_images
 from .probe import batch_dependent_rope, probe_architecture, why_scores_are_in_doubt
+from .scoring import Scoring
 from .stats import PaddingStats
 from .window import GenerationBatch, Groups, Limits, MicroBatch, Segment, padding_stats, split_up_to
 
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class _Scoring:
-    """Rows that are scored together, and how. Kept, because the reference and the old policy score the same rows."""
-
-    source: torch.Tensor  # the attention mask that TRL passed
-    rows: dict[str, torch.Tensor]  # ids, mask and token types, `(B, P + C)`
-    columns: int  # `C`
-    lengths: RowLengths
-    groups: Groups | None = None  # `None`: all at once, for TRL to cut into chunks
-    exchange: RowExchange | None = None  # where other ranks score some of the rows, and this one some of theirs
-    is_planned: bool = False
-
-    def bring_home(self, scores: tuple, columns: int) -> tuple:
-        """Scores of the rows that this rank brought, `(B, columns)`."""
-        if self.exchange is None:
-            return scores
-        home = iter(self.exchange.bring_home(value for value in scores if value is not None))
-        return tuple(None if value is None else next(home)[:, :columns] for value in scores)
 
 
 @dataclass
@@ -72,7 +52,7 @@ class _State:
     scoring_stats: PaddingStats = field(default_factory=PaddingStats)  # since the last window ended
     total_stats: PaddingStats = field(default_factory=PaddingStats)
     rope: tuple[str, int] | None = None  # kind and context of a rotary embedding that depends on the batch
-    scoring: _Scoring | None = None  # the last one without gradients
+    scoring: Scoring | None = None  # the last one; the reference and the old policy score the same rows
     proof_printed: bool = False
 
     def begin_window(self) -> None:
@@ -165,51 +145,21 @@ class PaddingMinimizationMixin:
         if not self._padding.options.padding_minimization:
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **kwargs)
         token_types = {key: kwargs[key] for key in TOKEN_TYPE_KEYS if kwargs.get(key) is not None}
-        rows = {"input_ids": input_ids, "attention_mask": attention_mask, **token_types}
-        scoring = self._scoring_of(rows, logits_to_keep)
+        scoring = self._scoring_of(
+            {"input_ids": input_ids, "attention_mask": attention_mask, **token_types}, logits_to_keep
+        )
         if not torch.is_grad_enabled():  # rows that get gradients are a micro-batch already
             self._plan_scoring(scoring, batch_size, kwargs)
-        groups, by_row = scoring.groups, {}
-        if groups is None:
-            groups = [tuple(range(len(input_ids)))]
-        else:
-            batch_size = None
-            by_row = images_by_row(kwargs, len(input_ids)) if has_images(kwargs) else {}
+        return scoring.run(score, model, logits_to_keep, batch_size, self.args.pad_to_multiple_of, kwargs)
 
-        scores = []
-        for group in groups:
-            index = torch.tensor(group, device=attention_mask.device)
-            layout = TokensFirst(
-                scoring.rows["attention_mask"][index],
-                scoring.columns,
-                scoring.lengths.select(group),
-                self.args.pad_to_multiple_of,
-            )
-            moved = {key: layout.apply(scoring.rows[key][index]) for key in token_types}
-            moved |= pick_images(by_row, group)
-            # Where TRL chunks the rows again, it labels each chunk, so there is no one mask to narrow the labels by.
-            is_scored = layout.is_completion if batch_size is None or batch_size >= len(group) else None
-            with compat.labels_restricted(model, is_scored):
-                results = score(
-                    model,
-                    layout.apply(scoring.rows["input_ids"][index]),
-                    layout.attention_mask,
-                    layout.logits_to_keep,
-                    batch_size=batch_size,
-                    **kwargs | moved,
-                )
-            # Scores are `(rows, logits_to_keep)`; an auxiliary loss is a scalar; what was not asked for is `None`.
-            scores.append([r if r is None or r.dim() == 0 else layout.restore(r) for r in results])
-        return scoring.bring_home(restore_rows(scores, groups), logits_to_keep)
-
-    def _scoring_of(self, rows: dict[str, torch.Tensor], columns: int) -> _Scoring:
-        """What is known of rows about to be scored; their lengths are fetched from the device unless known already."""
-        state, mask = self._padding, rows["attention_mask"]
+    def _scoring_of(self, rows: dict[str, torch.Tensor], columns: int) -> Scoring:
+        """What is known of rows about to be scored."""
+        state = self._padding
         if state.running is not None:
-            scoring = _Scoring(mask, rows, columns, state.running.lengths)
+            scoring = Scoring.of(rows, columns, state.running.lengths)
         else:
-            if state.scoring is None or state.scoring.source is not mask:
-                state.scoring = _Scoring(mask, rows, columns, row_lengths(mask, columns))
+            if state.scoring is None or state.scoring.source is not rows["attention_mask"]:
+                state.scoring = Scoring.of(rows, columns)
             scoring = state.scoring
         if state.rope is not None and max(scoring.lengths.total) > state.rope[1]:
             logger.warning_once(
@@ -218,40 +168,35 @@ class PaddingMinimizationMixin:
             )
         return scoring
 
-    def _plan_scoring(self, scoring: _Scoring, batch_size: int | None, forward_kwargs: dict) -> None:
+    def _plan_scoring(self, scoring: Scoring, batch_size: int | None, forward_kwargs: dict) -> None:
         """Groups rows to score without gradients, in training after an exchange with the other ranks."""
-        training, columns, lengths = self.model.training, scoring.columns, scoring.lengths
+        training = self.model.training
         count, width = scoring.source.shape
         chunk = batch_size or count
         # As many as in the policy pass, so that both group the rows alike and the first ratio of a row is 1.
         at_least = -(-count // chunk)
 
         def propose():
-            if columns == 0:
+            if scoring.columns == 0:
                 raise ValueError("Every completion of the batch is empty, so there is no token to score.")
             # An auxiliary loss belongs to the whole batch.
             if forward_kwargs.get("compute_aux_loss", False) or self._keeps_images(has_images(forward_kwargs)):
                 return None
-            return [self._limits(chunk, width, columns).groups(lengths, at_least)]
+            return [self._limits(chunk, width, scoring.columns).groups(scoring.lengths, at_least)]
 
         def offer():
-            return scoring.rows, RowTable(width - columns, columns, width, lengths, lengths.completion)
+            return scoring.rows, scoring.table
 
         if not scoring.is_planned:
             moves = self._padding.options.balance_across_ranks and training and can_exchange_rows(self.accelerator)
             brought = self.args.per_device_train_batch_size * self.args.steps_per_generation if moves else 0
-            groups, table = self._agree(propose, [lengths], offer if moves else None, brought)
+            groups, table = self._agree(propose, [scoring.lengths], offer if moves else None, brought)
             scoring.groups = None if groups is None else groups[0]
-            scoring.is_planned = True
             if table is not None:
-                scoring.exchange = self._exchange(table, chunk, at_least)
-                left, right = table.prompt_width - (width - columns), table.completion_width - columns
-                scoring.rows = scoring.exchange.deliver(widen_columns(scoring.rows, left, right))
-                scoring.columns, scoring.groups = table.completion_width, scoring.exchange.groups
-                scoring.lengths = table.lengths.select(scoring.exchange.runs)
+                scoring.move(self._exchange(table, chunk, at_least), table)
+            scoring.is_planned = True
         if training:
-            forwards = [scoring.lengths] if scoring.groups is None else map(scoring.lengths.select, scoring.groups)
-            self._padding.scoring_stats += self._stats(list(forwards), count * width)
+            self._padding.scoring_stats += self._stats(scoring.forwards, count * width)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if not self._padding.options.padding_minimization:
