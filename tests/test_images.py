@@ -265,7 +265,7 @@ def test_control_pictures_of_other_rows_are_seen(monkeypatch, truth, float64_hea
             found["pixel_values"] = found["pixel_values"] * 1.5
         return found
 
-    monkeypatch.setattr("trl_padmin.trainer.images_by_row", swapped)
+    monkeypatch.setattr("trl_padmin.scoring.images_by_row", swapped)
     assert worst_error(train(PadminGRPOTrainer, kind, overhead_tokens=5), truth(kind)) > 1e-3
 
 
