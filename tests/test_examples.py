@@ -87,3 +87,13 @@ def test_quickstart(monkeypatch, tmp_path, model_folder, capsys):
     assert table["relative difference of gradients"][0] < 1e-4
     gradient = {"weight": torch.ones(4)}
     assert names["relative_difference"](gradient, {"weight": torch.full((4,), 1.5)}) == pytest.approx(0.5)
+
+
+def test_the_readme_shows_the_recorded_quickstart():
+    """README's first table is what the script printed for `examples/quickstart.json`."""
+    names = runpy.run_path(str(EXAMPLES / "quickstart.py"))
+    record = json.loads((EXAMPLES / "quickstart.json").read_text())
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    assert f"```text\n{names['render'](record['figures'])}\n```" in readme
+    tokens = record["completion_tokens"]
+    assert f"{len(tokens)} completions of {tokens[0]} to {tokens[-1]} tokens" in readme
