@@ -8,8 +8,9 @@ import torch
 from accelerate import Accelerator
 
 from trl_padmin import PaddingStats, distributed
-from trl_padmin.compat import metric_kind
-from trl_padmin.distributed import Agreement, Observation, agree_on_groups, pool_window
+from trl_padmin.compat import metric_kind, why_not_movable
+from trl_padmin.distributed import Agreement, Observation, RowTable, agree_on_groups, pool_window
+from trl_padmin.layout import RowLengths
 
 
 def kind_of(name):
@@ -84,3 +85,63 @@ def test_one_process_does_not_communicate():
     alone = SimpleNamespace(num_processes=1)
     assert agree_on_groups(lambda: [[(0, 1)]], 1, alone) == Agreement([[(0, 1)]], [1])
     assert agree_on_groups(lambda: None, 1, alone) == Agreement(None, [])
+
+
+def rows_of_two(completion_width=6, **entries):
+    mask = torch.ones(2, completion_width, dtype=torch.long)
+    batch = {"completion_ids": mask, "completion_mask": mask, "num_items_in_batch": 9, "old": None, **entries}
+    return batch, RowTable(4, completion_width, 4 + completion_width, RowLengths((4, 2), (5, 1)), (5, 0))
+
+
+class Echo:
+    """Two ranks that send the same, but for what `change` makes of it on the second."""
+
+    num_processes = 2
+    device = torch.device("cpu")
+
+    def __init__(self, change=lambda numbers: numbers):
+        self.change = change
+
+    def gather(self, tensor):
+        return torch.cat([tensor, torch.tensor(self.change(tensor.tolist()))])
+
+
+def agreed_table(offered, accelerator, rows=2):
+    return agree_on_groups(lambda: [[(0, 1)]], 1, accelerator, offer=lambda: offered, offered_rows=rows).table
+
+
+def test_the_table_of_all_ranks():
+    def other(numbers):
+        status, count, signature, *_ = numbers
+        return [status, count, signature, 9, 3, 12, 8, 9, 2, 3, 2, 3]
+
+    table = agreed_table(rows_of_two(), Echo(other))
+    assert table == RowTable(9, 6, 12, RowLengths((4, 2, 8, 9), (5, 1, 2, 3)), (5, 0, 2, 3))
+
+
+def test_rows_stay_where_they_are_unless_all_ranks_can_exchange_them():
+    def other_signature(numbers):
+        return [number + (index == 2) for index, number in enumerate(numbers)]
+
+    assert agreed_table(rows_of_two(), Echo()) is not None
+    assert agreed_table(rows_of_two(), Echo(other_signature)) is None
+    assert agreed_table(rows_of_two(), Echo(), rows=3) is None  # a rank has not as many rows as it should
+    assert agreed_table(rows_of_two(captions=["a", "b"]), Echo()) is None
+
+
+def test_a_ratio_of_one_column_is_not_taken_for_a_ratio_of_the_row():
+    sent = []
+    for width in (1, 6):
+        agreed_table(
+            rows_of_two(width, importance_sampling_ratio=torch.ones(2, 1)), Echo(lambda n: sent.append(n) or n)
+        )
+    assert sent[0][2] != sent[1][2]
+
+
+def test_losses_that_keep_rows_on_their_ranks(monkeypatch):
+    grpo, luspo = SimpleNamespace(loss_type="grpo"), SimpleNamespace(loss_type="luspo")
+    assert "tokens" in why_not_movable(grpo, "tokens")
+    assert why_not_movable(grpo, "rows") is None
+    for installed, moves in (("1.9.2", False), ("1.10.0", True)):
+        monkeypatch.setattr("trl_padmin.compat.version", lambda name, installed=installed: installed)
+        assert (why_not_movable(luspo, "rows") is None) == moves

@@ -247,7 +247,7 @@ class PadminSFTConfig(PaddingMinimizationOptions, SFTConfig):
     """[`trl.SFTConfig`] with the options of padding minimization.
 
     Every argument of `trl.SFTConfig` keeps its place, name and default; ours are keywords:
-    [`PaddingMinimizationOptions`]. `balance_across_ranks` has no effect here.
+    [`PaddingMinimizationOptions`]. `balance_across_ranks` and `probe` have no effect here.
     """
 
     def __post_init__(self):
@@ -260,7 +260,7 @@ class PadminDPOConfig(PaddingMinimizationOptions, DPOConfig):
     """[`trl.DPOConfig`] with the options of padding minimization.
 
     Every argument of `trl.DPOConfig` keeps its place, name and default; ours are keywords:
-    [`PaddingMinimizationOptions`]. `balance_across_ranks` has no effect here.
+    [`PaddingMinimizationOptions`]. `balance_across_ranks` and `probe` have no effect here.
     """
 
     def __post_init__(self):
