@@ -123,6 +123,12 @@ def tiny_model(
     torch.manual_seed(seed)
     config = tiny_config(model_type, **overrides)
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    perturb_and_save(model)
+    return in_float64_throughout(model) if dtype is torch.float64 else model
+
+
+def perturb_and_save(model: transformers.PreTrainedModel) -> None:
+    """Moves the weights, and leaves on disk, for the reference model, others than the policy starts with."""
     with torch.no_grad():
         for parameter in model.parameters():  # away from the small initial values, where a fault can hide
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -132,7 +138,6 @@ def tiny_model(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-    return in_float64_throughout(model) if dtype is torch.float64 else model
 
 
 def in_float64_throughout(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
@@ -232,6 +237,24 @@ def reward(completion_ids, **kwargs):
     return [float((sum(ids) + 3 * len(ids)) % 7) for ids in completion_ids]
 
 
+def plain_training() -> dict[str, object]:
+    """Options for a run of a tiny model on the CPU whose weights move by the plain gradient."""
+    return {
+        "output_dir": tempfile.mkdtemp(prefix="run-"),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "max_grad_norm": 0.0,
+        "learning_rate": 1e-2,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+    }
+
+
 def run(
     trainer_class: type,
     rows: Sequence[Row],
@@ -250,19 +273,8 @@ def run(
 ) -> Run:
     """Trains on `rows`, taken in order and again from the start when they are used up."""
     options = {
-        "output_dir": tempfile.mkdtemp(prefix="run-"),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": [],
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
+        **plain_training(),
         "max_steps": optimizer_steps,
-        "max_grad_norm": 0.0,
-        "learning_rate": 1e-2,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4,
         "num_generations": 2,

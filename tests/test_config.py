@@ -2,9 +2,16 @@ import subprocess
 import sys
 
 import pytest
+from transformers import TrainingArguments
 from trl import GRPOConfig, TrlParser
 
-from trl_padmin import PaddingMinimizationOptions, PadminGRPOConfig
+from trl_padmin import (
+    PaddingMinimizationMixin,
+    PaddingMinimizationOptions,
+    PadminGRPOConfig,
+    SupervisedPaddingMinimizationMixin,
+)
+from trl_padmin.config import config_among
 
 
 CPU = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -49,3 +56,24 @@ def test_a_plain_config_has_the_defaults():
 def test_importing_the_package_loads_neither_torch_nor_trl():
     code = "import sys, trl_padmin; print({'torch', 'trl', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+def test_the_config_is_found_wherever_a_subclass_takes_it(tmp_path):
+    config = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert config_among(("model", config), {}) is config
+    assert config_among(("model",), {"args": config}) is config
+    assert config_among(("model",), {"args": None}) is None
+
+
+@pytest.mark.parametrize("mixin", [PaddingMinimizationMixin, SupervisedPaddingMinimizationMixin])
+def test_options_reach_a_trainer_that_names_no_parameters(mixin, tmp_path):
+    class Opaque:
+        def __init__(self, *args, **kwargs):
+            pass
+
+    class Trainer(mixin, Opaque):
+        pass
+
+    config = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    config.padding_minimization, config.token_budget = False, 77
+    assert Trainer("model", config)._padding.options.token_budget == 77

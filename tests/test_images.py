@@ -7,12 +7,10 @@ tower are compared with stock TRL's and with each row alone. Tiles (InternVL, LF
 What this does not exercise: image processors, several processes.
 """
 
-import tempfile
-
 import pytest
 import torch
 import transformers
-from harness import Row, relative_error, run
+from harness import Row, perturb_and_save, relative_error, run
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_padmin import PadminGRPOConfig, PadminGRPOTrainer
@@ -130,15 +128,7 @@ def tiny(kind):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **MODELS[kind]["config"])
     model = transformers.AutoModelForImageTextToText.from_config(config).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    path = tempfile.mkdtemp(prefix="tiny-")
-    model.save_pretrained(path)
-    model.config._name_or_path = path
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
+    perturb_and_save(model)
     return model
 
 

@@ -18,7 +18,7 @@ import torch
 import transformers
 import trl.trainer.utils as trl_utils
 from datasets import Dataset
-from harness import EOS, PAD, VOCAB, Recorder, relative_error, tiny_model, tokenizer
+from harness import EOS, PAD, VOCAB, Recorder, plain_training, relative_error, tiny_model, tokenizer
 from test_collators import BIASED_MAMBA2, in_float64
 from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -181,19 +181,8 @@ def run(
     **options,
 ) -> Run:
     options = {
-        "output_dir": tempfile.mkdtemp(prefix="run-"),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": [],
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
+        **plain_training(),
         "num_train_epochs": 2,
-        "max_grad_norm": 0.0,
-        "learning_rate": 1e-2,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 4,
         **options,

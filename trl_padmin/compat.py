@@ -174,6 +174,11 @@ def why_not_separable(trainer: transformers.Trainer) -> str | None:
         return "the MoE auxiliary loss is a product of means over the micro-batch"
     if uses_liger_loss(trainer):
         return "the Liger loss computes its own log-probabilities"
+    return why_not_accumulated(trainer)
+
+
+def why_not_accumulated(trainer: transformers.Trainer) -> str | None:
+    """Why the gradients of several backward passes do not add up before a step; or `None`."""
     if "lomo" in str(getattr(trainer.args.optim, "value", trainer.args.optim)):
         return "LOMO updates the weights in every backward"
     return None

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field, fields
 
+from transformers import TrainingArguments
 from trl import GRPOConfig, RLOOConfig
 
-from .planning import check_int, check_token_budget
+from .planning import DEFAULT_OVERHEAD_TOKENS, check_int, check_token_budget
 
 
 @dataclass
@@ -35,7 +36,7 @@ class PaddingMinimizationOptions:
         },
     )
     overhead_tokens: int = field(
-        default=128,
+        default=DEFAULT_OVERHEAD_TOKENS,
         metadata={
             "help": "Fixed cost of one more micro-batch, in forwarded tokens that would take as long. Higher values "
             "give fewer micro-batches and more padding."
@@ -52,6 +53,11 @@ class PaddingMinimizationOptions:
             "which layouts the model scores right."
         },
     )
+
+    def __post_init__(self):
+        if hasattr(super(), "__post_init__"):
+            super().__post_init__()  # first: it turns a `pad_to_multiple_of` of "auto" or "64" into a number or `None`
+        self.check_padding_options(getattr(self, "pad_to_multiple_of", None))
 
     @classmethod
     def of(
@@ -72,6 +78,11 @@ class PaddingMinimizationOptions:
         check_int("overhead_tokens", self.overhead_tokens, at_least=0)
 
 
+def config_among(args: tuple, kwargs: dict) -> TrainingArguments | None:
+    """The config among the arguments of a trainer, wherever a subclass of it takes them."""
+    return next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, TrainingArguments)), None)
+
+
 @dataclass
 class PadminGRPOConfig(PaddingMinimizationOptions, GRPOConfig):
     """[`trl.GRPOConfig`] with the options of padding minimization.
@@ -79,10 +90,6 @@ class PadminGRPOConfig(PaddingMinimizationOptions, GRPOConfig):
     Every argument of `trl.GRPOConfig` keeps its place, name and default; ours are keywords:
     [`PaddingMinimizationOptions`].
     """
-
-    def __post_init__(self):
-        super().__post_init__()  # first: it turns a `pad_to_multiple_of` of "auto" or "64" into a number or `None`
-        self.check_padding_options(self.pad_to_multiple_of)
 
 
 @dataclass
@@ -92,7 +99,3 @@ class PadminRLOOConfig(PaddingMinimizationOptions, RLOOConfig):
     Every argument of `trl.RLOOConfig` keeps its place, name and default; ours are keywords:
     [`PaddingMinimizationOptions`].
     """
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.check_padding_options(self.pad_to_multiple_of)

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .planning import check_token_budget, critical_path_tokens, plan_micro_batches, plan_ranks
+from .planning import (
+    DEFAULT_OVERHEAD_TOKENS,
+    check_token_budget,
+    critical_path_tokens,
+    plan_micro_batches,
+    plan_ranks,
+)
 from .plotting import PAD_COLOR, REAL_COLOR, new_figure
 from .row_files import Row, read_rows
 from .stats import PaddingStats
@@ -34,7 +40,7 @@ class Setting:
     rows_per_window: int
     batch_size: int
     ranks: int = 1
-    overhead_tokens: int = 128
+    overhead_tokens: int = DEFAULT_OVERHEAD_TOKENS
     pad_to_multiple_of: int | None = None
 
     def __post_init__(self):
@@ -248,7 +254,11 @@ def main(argv: Sequence[str] = ()) -> int:
         help="budgets to try, next to the default one: most forwarded tokens in a micro-batch",
     )
     parser.add_argument(
-        "--overhead-tokens", type=int, default=128, metavar="O", help="cost of one more micro-batch (default 128)"
+        "--overhead-tokens",
+        type=int,
+        default=DEFAULT_OVERHEAD_TOKENS,
+        metavar="O",
+        help="cost of one more micro-batch (default %(default)s)",
     )
     parser.add_argument("--pad-to-multiple-of", type=int, metavar="M", help="as in the run's config")
     parser.add_argument("--tokenizer", metavar="NAME", help="hub name or folder, for the files that TRL writes")

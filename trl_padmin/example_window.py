@@ -7,14 +7,14 @@ one optimizer step sees on one rank: the stock batches that `Trainer.get_batch_s
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 
 import torch
 
 from .collators import Narrowed
 from .distributed import Observation
 from .layout import RowLengths, has_images, padded_length
-from .window import Groups
+from .window import Groups, spread
 
 
 class ExampleWindow:
@@ -115,9 +115,7 @@ class ExampleWindow:
                 is_repeated = not seen.isdisjoint(examples)
                 seen.update(examples)
                 planned.append(ExampleMicroBatch(self, examples, 0.0 if is_repeated else weight, is_repeated))
-        steps = len(self.batches)
-        cuts = [len(planned) * step // steps for step in range(steps + 1)]
-        return [planned[start:end] for start, end in pairwise(cuts)]
+        return spread(planned, len(self.batches))
 
     def row_lengths(self, examples: Sequence[int]) -> RowLengths:
         """Lengths of all sequences of some examples."""

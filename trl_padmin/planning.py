@@ -22,6 +22,9 @@ from dataclasses import dataclass, replace
 from itertools import count, pairwise, zip_longest
 
 
+DEFAULT_OVERHEAD_TOKENS = 128  # an estimate for GPUs; examples/benchmark/README.md says from what
+
+
 @dataclass(frozen=True)
 class MicroBatchPlan:
     """Rows grouped into micro-batches.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING
 
-from .planning import check_int, plan_micro_batches
+from .planning import DEFAULT_OVERHEAD_TOKENS, check_int, plan_micro_batches
 
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def plot_padding(
     *,
     batch_size: int | None = None,
     token_budget: int | None = None,
-    overhead_tokens: int = 128,
+    overhead_tokens: int = DEFAULT_OVERHEAD_TOKENS,
     pad_to_multiple_of: int | None = None,
 ) -> Figure:
     """Draws the micro-batches of one optimizer step on one rank: real and pad tokens, stock TRL's against ours.

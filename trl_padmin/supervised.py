@@ -8,7 +8,6 @@ The loss must be a sum over the scored tokens of the window, or a mean over pair
 step add up to stock's.
 """
 
-import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from . import supervised_compat as compat
 from .collators import ignores_masks, narrow, pad_token
 from .compat import gradient_sync_deferred
-from .config import PaddingMinimizationOptions
+from .config import PaddingMinimizationOptions, config_among
 from .distributed import Observation, agree_on_groups, pool_window
 from .example_window import ExampleMicroBatch, ExampleWindow, why_not_rows, why_unknown
 from .planning import plan_micro_batches
@@ -71,8 +70,7 @@ class SupervisedPaddingMinimizationMixin:
 
     def __init__(self, *args, **kwargs):
         behind = type(self).__mro__[type(self).__mro__.index(SupervisedPaddingMinimizationMixin) + 1]
-        config = inspect.signature(behind.__init__).bind_partial(self, *args, **kwargs).arguments.get("args")
-        options = PaddingMinimizationOptions.of(config, self.padding_defaults)
+        options = PaddingMinimizationOptions.of(config_among(args, kwargs), self.padding_defaults)
         self._padding = _State(options)
         if options.padding_minimization:
             compat.check_trainer_class(behind)
@@ -250,10 +248,6 @@ class PadminSFTConfig(PaddingMinimizationOptions, SFTConfig):
     [`PaddingMinimizationOptions`]. `balance_across_ranks` and `probe` have no effect here.
     """
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.check_padding_options(self.pad_to_multiple_of)
-
 
 @dataclass
 class PadminDPOConfig(PaddingMinimizationOptions, DPOConfig):
@@ -262,10 +256,6 @@ class PadminDPOConfig(PaddingMinimizationOptions, DPOConfig):
     Every argument of `trl.DPOConfig` keeps its place, name and default; ours are keywords:
     [`PaddingMinimizationOptions`]. `balance_across_ranks` and `probe` have no effect here.
     """
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.check_padding_options(self.pad_to_multiple_of)
 
 
 class PadminSFTTrainer(SupervisedPaddingMinimizationMixin, SFTTrainer):

@@ -75,9 +75,7 @@ def why_left_alone(trainer: transformers.Trainer) -> str | None:
         return "context or sequence parallelism shards the columns of a batch"
     if args.n_gpu > 1:
         return "`nn.DataParallel` splits a batch again"
-    if "lomo" in str(getattr(args.optim, "value", args.optim)):
-        return "LOMO updates the weights in every backward"
-    return None
+    return compat.why_not_accumulated(trainer)
 
 
 def _is_causal(trainer: transformers.Trainer) -> bool:

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 from trl import GRPOTrainer, RLOOTrainer
 
 from . import compat
-from .config import PaddingMinimizationOptions
+from .config import PaddingMinimizationOptions, config_among
 from .distributed import Observation, RowExchange, RowTable, agree_on_groups, can_exchange_rows, pool_window
 from .layout import TOKEN_TYPE_KEYS, RowLengths, has_images
 from .probe import batch_dependent_rope, probe_architecture, why_scores_are_in_doubt
@@ -77,7 +77,7 @@ class PaddingMinimizationMixin:
 
     def __init__(self, *args, **kwargs):
         behind = type(self).__mro__[type(self).__mro__.index(PaddingMinimizationMixin) + 1]
-        config = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, TrainingArguments)), None)
+        config = config_among(args, kwargs)
         options = PaddingMinimizationOptions.of(config, self.padding_defaults)
         self._padding = _State(options)
         if options.padding_minimization:

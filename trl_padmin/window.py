@@ -181,9 +181,13 @@ class Segment:
                     tokens, weight = 0, 0.0
                 seen.update(rows)
                 micro_batches.append(MicroBatch(self.batch, rows, self.lengths.select(rows), tokens, weight))
-        steps = len(self.stock)
-        cuts = [len(micro_batches) * step // steps for step in range(steps + 1)]
-        return [micro_batches[start:end] for start, end in pairwise(cuts)]
+        return spread(micro_batches, len(self.stock))
+
+
+def spread(micro_batches: Sequence, steps: int) -> list[list]:
+    """Spreads micro-batches over steps, in order and as evenly as their number allows."""
+    cuts = [len(micro_batches) * step // steps for step in range(steps + 1)]
+    return [list(micro_batches[start:end]) for start, end in pairwise(cuts)]
 
 
 @dataclass(frozen=True)

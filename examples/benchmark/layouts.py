@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from profiles import Profile, Row
 
 from trl_padmin import plan_micro_batches
+from trl_padmin.planning import DEFAULT_OVERHEAD_TOKENS
 
 
 GREEDY_TOKENS = 16384
@@ -32,12 +33,12 @@ class Setting:
     Args:
         batch_size (`int`): Rows of one of TRL's micro-batches.
         scale (`int`, *optional*, defaults to 1): What lengths were divided by.
-        overhead_tokens (`int`, *optional*, defaults to 128): The planner's, before scaling.
+        overhead_tokens (`int`, *optional*, defaults to the planner's): The planner's, before scaling.
     """
 
     batch_size: int
     scale: int = 1
-    overhead_tokens: int = 128
+    overhead_tokens: int = DEFAULT_OVERHEAD_TOKENS
 
     @property
     def scaled_overhead(self) -> int:

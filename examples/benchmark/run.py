@@ -24,6 +24,7 @@ from layouts import LAYOUTS, PACKED, Setting, count_tokens
 from profiles import PROFILES, trace_hash
 
 import trl_padmin
+from trl_padmin.planning import DEFAULT_OVERHEAD_TOKENS
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -215,7 +216,7 @@ def main(argv: list[str]) -> None:
     timed.add_argument("--seed", type=int, default=0, help="which draw of rows")
     timed.add_argument("--batch-size", type=int, default=4, help="rows of one of TRL's micro-batches")
     timed.add_argument("--scale", type=int, help="divide lengths by this; default of the model")
-    timed.add_argument("--overhead-tokens", type=int, default=128)
+    timed.add_argument("--overhead-tokens", type=int, default=DEFAULT_OVERHEAD_TOKENS)
     timed.add_argument(
         "--rounds", type=int, default=3, help="the first one is all layouts, later ones leave out config_max"
     )
