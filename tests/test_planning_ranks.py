@@ -7,7 +7,13 @@ from itertools import chain
 import pytest
 from test_planning import padded, random_case
 
-from trl_padmin.planning import MicroBatchPlan, critical_path_tokens, plan_micro_batches, plan_ranks
+from trl_padmin.planning import (
+    DEFAULT_OVERHEAD_TOKENS,
+    MicroBatchPlan,
+    critical_path_tokens,
+    plan_micro_batches,
+    plan_ranks,
+)
 
 
 RANKS, ROWS_PER_RANK = 8, 64
@@ -115,3 +121,18 @@ def test_errors():
     with pytest.raises(ValueError, match="`ranks`=2 does not divide the 3 rows"):
         plan_ranks([1, 2, 3], 2, None, overhead_tokens=0)
     assert plan_ranks([], 2, None, overhead_tokens=0) == (MicroBatchPlan((), (), 0),) * 2
+
+
+def print_table() -> None:
+    """README's figures: `python tests/test_planning_ranks.py`."""
+    print("critical path / mean real tokens; 8 ranks x 64 rows, token budget 16,384")
+    for seed in range(5):
+        lengths = benchmark_rows(seed)
+        by_rank = [range(rank * ROWS_PER_RANK, (rank + 1) * ROWS_PER_RANK) for rank in range(RANKS)]
+        of_ranks = path_to_real(lengths, [greedy(rows, lengths, 16_384) for rows in by_rank])
+        ours = path_to_real(lengths, plan_ranks(lengths, RANKS, 16_384, overhead_tokens=DEFAULT_OVERHEAD_TOKENS))
+        print(f"draw {seed}: greedy rank by rank {of_ranks:.2f}, trl_padmin {ours:.2f}")
+
+
+if __name__ == "__main__":
+    print_table()
